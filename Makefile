@@ -1,0 +1,36 @@
+# Two commands do all set-up: `make serve` and `make test`. Both create .venv and install pinned packages into it.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo $$p; break; fi; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PORT ?= 30000
+
+.PHONY: serve test lint types check clean help
+
+help:
+	@echo "make serve   start an OpenAI-compatible server on the embedded model (CPU), on http://127.0.0.1:$(PORT)"
+	@echo "make test    run every test this machine can run"
+	@echo "make lint    ruff;  make types: mypy on the heart;  make check: lint, types and tests"
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "truegate needs Python 3.11 or newer on the PATH (or make PYTHON=/path/to/python)"; exit 64; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[serve,dev]'
+	@touch $@
+
+serve: $(VENV)/.installed
+	$(BIN)/truegate serve --port $(PORT)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed
+	$(BIN)/mypy
+
+check: lint types test
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info
