@@ -37,7 +37,8 @@ def root(
     """Serve mixture-of-experts models, and check that every token reaches the experts its gate chose, at its weight.
 
     New here? `truegate run "what is 37 + 85?"` answers from the model that ships with the package;
-    `truegate serve` starts an OpenAI-compatible server; `truegate canary` and `truegate eval` test any engine over HTTP.
+    `truegate serve` starts an OpenAI-compatible server;
+    `truegate canary` and `truegate eval` test any engine over HTTP.
     """
 
 

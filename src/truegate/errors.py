@@ -1,6 +1,7 @@
 """Errors and exit codes: the one place that says how a run ends.
 
-0 right or pass, 1 a fault or fail, 2 could not be judged, 3 an invalid run (the server died, data unusable), 64 wrong use.
+0 right or pass, 1 a fault or fail, 2 could not be judged, 3 an invalid run (the server died, data unusable),
+64 wrong use.
 """
 
 EXIT_OK = 0

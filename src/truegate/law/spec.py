@@ -1,7 +1,8 @@
 """A MoE layer's routing as values of axes: what the model's definition fixes, and nothing about how it is run.
 
 Invariant: a `RoutingSpec` that exists is consistent; `__post_init__` refuses the rest, naming the axis.
-E routed experts, Z identity ("zero") experts with ids E..E+Z-1, K top-k, S shared experts, D hidden, F expert intermediate.
+E routed experts, Z identity ("zero") experts with ids E..E+Z-1, K top-k, S shared experts, D hidden, F expert
+intermediate.
 """
 
 from dataclasses import dataclass
