@@ -135,12 +135,14 @@ class RoutingSpec:
 
     @property
     def kind(self) -> str:
-        """The kind of routing function as backends' contracts name it, derived from the axes."""
+        """The kind of routing function as backends' contracts name it: "biased_grouped_sigmoid", "softmax", "hash", ...
+
+        A spec with one group is still grouped: backends send it through the same kernel.
+        """
         if self.select_on is SelectOn.HASH:
             return "hash"
-        grouped = self.groups is not None and self.groups.count > 1
         parts = ["biased"] if self.has_selection_bias else []
-        parts += ["grouped"] if grouped else []
+        parts += ["grouped"] if self.groups is not None else []
         return "_".join([*parts, self.score.value])
 
     def __post_init__(self) -> None:
