@@ -79,10 +79,10 @@ def coefficients(
 ) -> "numpy.ndarray[Any, numpy.dtype[numpy.float64]]":
     """The layer's coefficient matrix by definition: y_T = sum_e C_out[T,e] F_e(C_in[T,e] x_T) + C_out[T,E+Z] G(x_T).
 
-    `at` OUTPUT gives C_out, INPUT gives C_in: w stands in the one that the spec's `weight_at` names; the other holds 1 at
-    the chosen experts. C_out is 0 and C_in is 1 at every other expert. The last column is the shared expert G, there only
-    when the spec has one: g_T = shared_gate_T (already the sigmoid, in 0..1) for a gated one, else 1 (in C_in always 1).
-    numpy float64 [T, E+Z(+1)]; inputs are widened to float64.
+    `at` OUTPUT gives C_out, INPUT gives C_in: w stands in the one that the spec's `weight_at` names; the other holds 1
+    at the chosen experts. C_out is 0 and C_in is 1 at every other expert. The last column is the shared expert G, there
+    only when the spec has one: g_T = shared_gate_T (already the sigmoid, in 0..1) for a gated one, else 1; in C_in
+    always 1. numpy float64 [T, E+Z(+1)]; inputs are widened to float64.
     """
     logits_TE = numpy.asarray(logits_TE, dtype=numpy.float64)
     bias = None if bias_E is None else numpy.asarray(bias_E, dtype=numpy.float64)
