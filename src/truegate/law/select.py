@@ -39,7 +39,7 @@ def select(
         c[e] = fill                        unless e's group is among the `kept` best by max, or by sum of the two best c
         ids = K largest c                  descending; equal c: lowest id first; NaN last
             | table[token id]              hash layers, in the table's order
-        u = s[ids]                         never s + b
+        u = s[ids]                         never s + b; without a bias c[ids], which differs only where fill was chosen
         w = u | u / (sum u + eps) | u / max(sum u, eps) | softmax(x[ids])
         w = r * w                          unless `scaled` is False
 
@@ -51,11 +51,12 @@ def select(
     ops = _ops(xp)
     scores_TE = None
     if spec.select_on is SelectOn.SCORES:
-        scores_TE = choice_TE = _score(spec.score, logits_TE, ops)
-        if bias_E is not None:
-            choice_TE = scores_TE + bias_E
+        scores_TE = _score(spec.score, logits_TE, ops)
+        choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
         if spec.groups is not None and spec.groups.kept < spec.groups.count:
             choice_TE = _keep_best_groups(spec.groups, choice_TE, ops)
+        if bias_E is None:
+            scores_TE = choice_TE  # a dropped expert, chosen where its fill ties a kept zero, weighs the fill
         ids_TK = ops.top(choice_TE, spec.top_k)
     elif spec.select_on is SelectOn.LOGITS:
         ids_TK = ops.top(logits_TE, spec.top_k)
