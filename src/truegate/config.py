@@ -19,7 +19,7 @@ class EngineConfig:
     model: str | None = None  # folder or hub id; None: the model that ships with the package
     device: str | None = None  # "cpu", "cuda"
     dtype: str | None = (
-        None  # one of DTYPES; default float32 on a CPU (faster there than bf16), the checkpoint's on a GPU
+        None  # of DTYPES; default float32 on a CPU (bf16 is slower), the checkpoint's on a GPU
     )
     max_model_len: int | None = None  # tokens of prompt and answer together
     max_running: int | None = None  # sequences computed in one step

@@ -100,8 +100,11 @@ def check_sampling(params: SamplingParams, *, vocab_size: int) -> None:
     for token, value in params.logit_bias:
         if not math.isfinite(value) or abs(value) > 100:
             raise UserError(f"logit_bias of token {token} must be between -100 and 100, got {value!r}")
-    if params.json_schema is not None and not isinstance(params.json_schema, str):
-        raise UserError("json_schema must be a JSON text")
+    if params.json_schema is not None:
+        if not isinstance(params.json_schema, str):
+            raise UserError("json_schema must be a JSON text")
+        if params.min_tokens or params.ignore_eos:
+            raise UserError("json_schema decides where the answer ends: leave out min_tokens and ignore_eos")
 
 
 _RANGES = (
@@ -137,7 +140,7 @@ class Request:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    arrival: float = 0.0  # seconds; requests are admitted in this order, then in the order of add()
+    arrival: float = 0.0  # seconds; the caller's own clock; requests are admitted in the order of add()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

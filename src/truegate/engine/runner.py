@@ -1,0 +1,141 @@
+"""From chunks to tokens: builds the Batch, runs the model, samples.
+
+Invariant: nothing here waits for the device; `Launched.read` is the one place that does, and the engine calls it after
+the next step was launched when it runs ahead. Legend: types.py, plus S sequences that sample in this step.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from truegate.cache.pages import PageTable
+from truegate.engine.sampler import Described, Sampler, describe
+from truegate.sched.scheduler import Chunk
+from truegate.sched.sequence import Sequence
+from truegate.types import Batch
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step on its way: what it computed, for whom."""
+
+    chunks: list[Chunk]
+    sampled: list[Sequence]
+    tokens_S: torch.Tensor | None
+    described: Described | None = None
+    prompt_described: list[tuple[Chunk, Described]] = field(default_factory=list)
+    recorder: Any = None
+
+    def read(self) -> list[int]:
+        return self.tokens_S.tolist() if self.tokens_S is not None else []  # sync: the step's tokens
+
+
+class Runner:
+    """Owns the model, its pool, and the sampler."""
+
+    def __init__(self, model: Any, pool: Any, table: PageTable, page_size: int) -> None:
+        self.model = model
+        self.pool = pool
+        self.table = table
+        self.page_size = page_size
+        self.device = torch.device(model.device)
+        num_slots = table.array.shape[0]
+        self.sampler = Sampler(model.vocab_size, num_slots, self.device)
+        self.last_token_buf = torch.zeros(num_slots, dtype=torch.int64, device=self.device)  # by slot
+        self._always_valid = torch.ones(1, dtype=torch.bool, device=self.device)
+
+    @torch.inference_mode()
+    def launch(self, chunks: list[Chunk], recorder: Any = None) -> Launched:
+        batch, sampled, prompts = self._build(chunks)
+        batch.recorder = recorder
+        hidden_TD = self.model.forward(batch, self.pool)
+        launched = Launched(chunks, sampled, None, recorder=recorder)
+        if batch.logit_rows_M.shape[0]:
+            rows = batch.logit_rows_M
+            logits_MV = self.model.logits(hidden_TD if rows.shape[0] == hidden_TD.shape[0] else hidden_TD[rows])
+            if sampled:
+                logits_SV = logits_MV[: len(sampled)]
+                launched.tokens_S, launched.described = self.sampler.sample(logits_SV, sampled)
+                slots = self._tensor([one.slot for one in sampled])
+                self.last_token_buf.index_copy_(0, slots, launched.tokens_S)
+            launched.prompt_described = _describe_prompts(prompts, logits_MV[len(sampled) :])
+        return launched
+
+    def _build(self, chunks: list[Chunk]) -> tuple[Batch, list[Sequence], list[tuple[Chunk, int]]]:
+        """The Batch; its logit rows are first those that sample, then the prompt rows whose logits were asked for."""
+        size = self.page_size
+        token_ids: list[int] = []
+        positions: list[int] = []
+        cache_slots: list[int] = []
+        unknown: list[tuple[int, int]] = []  # (row, slot): the token is still on the device
+        sampled, sample_rows, prompts, prompt_rows = [], [], [], []
+        for chunk in chunks:
+            one, start = chunk.sequence, chunk.start
+            row, end = len(token_ids), start + chunk.size
+            if chunk.size == 1:
+                if start < len(one.tokens):
+                    token_ids.append(one.tokens[start])
+                else:
+                    unknown.append((row, one.slot))
+                    token_ids.append(0)
+                positions.append(start)
+                cache_slots.append(one.pages[start // size] * size + start % size)
+            else:
+                token_ids += one.tokens[start:end]
+                positions += range(start, end)
+                place = np.arange(start, end)
+                cache_slots += (self.table.array[one.slot, place // size] * size + place % size).tolist()
+            if chunk.samples:
+                sampled.append(one)
+                sample_rows.append(row + chunk.size - 1)
+            wanted = _prompt_rows(chunk)
+            if wanted:
+                prompts.append((chunk, wanted))
+                prompt_rows += range(row, row + wanted)
+        context_lens = [chunk.start + chunk.size for chunk in chunks]
+        num_rows, width = len(token_ids), -(-max(context_lens) // size)
+        slots = [chunk.sequence.slot for chunk in chunks]
+        token_ids_T = self._tensor(token_ids)
+        if unknown:
+            rows, unknown_slots = zip(*unknown, strict=True)
+            token_ids_T[self._tensor(rows)] = self.last_token_buf[self._tensor(unknown_slots)]
+        if num_rows > self._always_valid.shape[0]:
+            self._always_valid = torch.ones(2 * num_rows, dtype=torch.bool, device=self.device)
+        batch = Batch(
+            token_ids_T=token_ids_T,
+            positions_T=self._tensor(positions),
+            valid_T=self._always_valid[:num_rows],
+            slots_T=self._tensor(cache_slots),
+            page_table_NP=torch.from_numpy(self.table.array[slots, :width]).to(self.device, non_blocking=True),
+            query_lens=[chunk.size for chunk in chunks],
+            context_lens=context_lens,
+            logit_rows_M=self._tensor(sample_rows + prompt_rows),
+        )
+        return batch, sampled, prompts
+
+    def _tensor(self, values: Any) -> torch.Tensor:
+        return torch.from_numpy(np.array(values, dtype=np.int64)).to(self.device, non_blocking=True)
+
+
+def _prompt_rows(chunk: Chunk) -> int:
+    """Rows of a chunk whose logits predict a prompt token that was asked about."""
+    one = chunk.sequence
+    if one.params.prompt_logprobs is None or one.num_output or one.in_flight:
+        return 0
+    return max(0, min(chunk.start + chunk.size, one.prompt_length - 1) - chunk.start)
+
+
+def _describe_prompts(prompts: list[tuple[Chunk, int]], logits_RV: torch.Tensor) -> list[tuple[Chunk, Described]]:
+    described, start = [], 0
+    for chunk, count in prompts:
+        params = chunk.sequence.params
+        following = chunk.sequence.tokens[chunk.start + 1 : chunk.start + 1 + count]
+        token_R = torch.tensor(following, device=logits_RV.device)
+        listed = [list(params.logprob_token_ids)] * count
+        rows = list(range(chunk.start + 1, chunk.start + 1 + count))  # the positions these logits speak about
+        logits = logits_RV[start : start + count]
+        described.append((chunk, describe(logits, token_R, rows, [params.prompt_logprobs] * count, listed)))
+        start += count
+    return described

@@ -1,0 +1,270 @@
+"""From logits to tokens, for a whole batch at once.
+
+The distribution of a row: logits + bias, penalties, forbidden tokens at -inf, / temperature, then top_k, then top_p of
+what top_k kept, then min_p relative to the likeliest token. Invariant: a row's token depends on its own logits,
+parameters, seed and position only, never on its batch: one uniform number u(seed, index, position) per draw, inverted
+through the row's cumulative distribution in vocabulary order. Log-probabilities are of the untouched logits.
+M rows, V vocabulary, R rows that draw at random.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from truegate.sched.sequence import Sequence
+from truegate.types import SamplingParams, TokenLogprobs
+
+_MASK64 = (1 << 64) - 1
+
+
+class Draw:
+    """What the sampler keeps of one sequence: its parameters, read once, and whether anything but argmax is needed."""
+
+    __slots__ = (
+        "bias_ids",
+        "bias_values",
+        "counted_slot",
+        "grammar",
+        "key",
+        "listed",
+        "min_length",
+        "num_top",
+        "params",
+        "penalised",
+        "plain",
+        "stop_ids",
+        "truncated",
+        "wants_logprobs",
+    )
+
+    def __init__(self, params: SamplingParams, index: int, prompt_length: int, stop_ids: tuple[int, ...], key: int):
+        self.params = params
+        self.key = _mix(_mix(key) ^ index)  # of the random numbers
+        self.stop_ids = list(stop_ids)
+        self.min_length = prompt_length + params.min_tokens if stop_ids else 0
+        self.bias_ids = [token for token, _ in params.logit_bias]
+        self.bias_values = [value for _, value in params.logit_bias]
+        self.penalised = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1)
+        self.truncated = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        self.wants_logprobs = params.wants_logprobs
+        self.num_top = params.logprobs or 0
+        self.listed = list(params.logprob_token_ids)
+        self.grammar = None
+        self.counted_slot = -1  # slot whose penalty counts hold this sequence; -1: none yet
+        self.plain = not (
+            params.temperature > 0
+            or self.penalised
+            or self.bias_ids
+            or params.min_tokens
+            or params.json_schema is not None
+            or self.wants_logprobs
+        )
+
+
+@dataclass(slots=True)
+class Described:
+    """Log-probabilities of R positions, still on the device: the token, the `k` likeliest, and listed ids."""
+
+    rows: list[int]
+    num_top: list[int]
+    listed: list[list[int]]
+    token_R: torch.Tensor
+    logprob_R: torch.Tensor
+    rank_R: torch.Tensor
+    top_RK: tuple[torch.Tensor, torch.Tensor] | None
+    listed_RL: torch.Tensor | None
+
+    def read(self) -> dict[int, TokenLogprobs]:
+        """On the host, by row."""
+        tokens, logprobs, ranks = self.token_R.tolist(), self.logprob_R.tolist(), self.rank_R.tolist()  # sync: results
+        values, ids = ([t.tolist() for t in self.top_RK]) if self.top_RK is not None else ([], [])
+        listed = self.listed_RL.tolist() if self.listed_RL is not None else []
+        return {
+            row: TokenLogprobs(
+                token_id=tokens[i],
+                logprob=logprobs[i],
+                rank=ranks[i],
+                top=tuple(zip(ids[i][:k], values[i][:k], strict=True)) if k else (),
+                listed=tuple(zip(wanted, listed[i], strict=False)) if wanted else (),
+            )
+            for i, (row, k, wanted) in enumerate(zip(self.rows, self.num_top, self.listed, strict=True))
+        }
+
+
+def describe(
+    logits_RV: torch.Tensor, token_R: torch.Tensor, rows: list[int], num_top: list[int], listed: list[list[int]]
+) -> Described:
+    """log softmax(logits) at the token, its rank (1 + how many are likelier), the top k and the listed ids."""
+    logprobs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
+    logprob_R1 = logprobs_RV.gather(1, token_R[:, None])
+    width = min(max(num_top), logits_RV.shape[1])
+    longest = max(map(len, listed))
+    ids_RL = None
+    if longest:
+        padded = [ids + [0] * (longest - len(ids)) for ids in listed]
+        ids_RL = torch.tensor(padded, device=logits_RV.device)
+    return Described(
+        rows,
+        num_top,
+        listed,
+        token_R,
+        logprob_R1[:, 0],
+        (logprobs_RV > logprob_R1).sum(1) + 1,
+        tuple(logprobs_RV.topk(width, dim=1)) if width else None,
+        logprobs_RV.gather(1, ids_RL) if ids_RL is not None else None,
+    )
+
+
+class Sampler:
+    """Draws one token per row; keeps the token counts of penalised sequences, by slot."""
+
+    def __init__(self, vocab_size: int, num_slots: int, device: torch.device):
+        self.vocab_size = vocab_size
+        self.num_slots = num_slots
+        self.device = device
+        self._output_buf: torch.Tensor | None = None  # int32 [slots, V]: times each token was generated
+        self._prompt_buf: torch.Tensor | None = None  # bool [slots, V]: token occurs in the prompt
+
+    def sample(self, logits_MV: torch.Tensor, sequences: list[Sequence]) -> tuple[torch.Tensor, Described | None]:
+        """tokens_M and what was asked about them. Row i belongs to sequences[i]."""
+        draws: list[Draw] = [one.state.draw for one in sequences]
+        if all(draw.plain for draw in draws):
+            return logits_MV.argmax(dim=-1), None
+        adjusted_MV = self._adjust(logits_MV, sequences, draws)
+        tokens_M = adjusted_MV.argmax(dim=-1)
+        random = [i for i, draw in enumerate(draws) if draw.params.temperature > 0]
+        if random:
+            picked = adjusted_MV if len(random) == len(draws) else adjusted_MV[random]
+            uniform = [_uniform(draws[i].key, sequences[i].length - sequences[i].prompt_length) for i in random]
+            tokens_M[random] = draw_tokens(picked, [draws[i].params for i in random], uniform)
+        penalised = [i for i, draw in enumerate(draws) if draw.penalised]
+        if penalised:
+            slots = torch.tensor([sequences[i].slot for i in penalised], device=self.device)
+            picked_tokens = tokens_M[penalised]
+            self._output_buf[slots, picked_tokens] += 1
+        wanted = [i for i, draw in enumerate(draws) if draw.wants_logprobs]
+        if not wanted:
+            return tokens_M, None
+        rows = [draws[i] for i in wanted]
+        num_top, listed = [one.num_top for one in rows], [one.listed for one in rows]
+        return tokens_M, describe(logits_MV[wanted], tokens_M[wanted], wanted, num_top, listed)
+
+    def _adjust(self, logits_MV: torch.Tensor, sequences: list[Sequence], draws: list[Draw]) -> torch.Tensor:
+        """logits with bias, penalties and forbidden tokens; the argument itself if no row asks for any."""
+        biased = [(i, token, value) for i, d in enumerate(draws) for token, value in d.params.logit_bias]
+        penalised = [i for i, draw in enumerate(draws) if draw.penalised]
+        forbidden = [
+            (i, token)
+            for i, (one, draw) in enumerate(zip(sequences, draws, strict=True))
+            if one.length < draw.min_length
+            for token in draw.stop_ids
+        ]
+        grammars = [i for i, draw in enumerate(draws) if draw.grammar is not None]
+        if not (biased or penalised or forbidden or grammars):
+            return logits_MV
+        adjusted_MV = logits_MV.clone()
+        if biased:
+            rows, tokens, values = zip(*biased, strict=True)
+            index = torch.tensor([rows, tokens], device=self.device)
+            adjusted_MV.index_put_(
+                (index[0], index[1]), torch.tensor(values, dtype=logits_MV.dtype, device=self.device), accumulate=True
+            )
+        if penalised:
+            self._count([sequences[i] for i in penalised])
+            slots = torch.tensor([sequences[i].slot for i in penalised], device=self.device)
+            adjusted_MV[penalised] = penalise(
+                adjusted_MV[penalised],
+                self._output_buf[slots],
+                self._prompt_buf[slots],
+                [draws[i].params for i in penalised],
+            )
+        if forbidden:
+            index = torch.tensor(forbidden, device=self.device).T
+            adjusted_MV[index[0], index[1]] = float("-inf")
+        if grammars:
+            allowed = draws[grammars[0]].grammar.masks([draws[i].grammar for i in grammars], self.vocab_size)
+            adjusted_MV[grammars] = adjusted_MV[grammars].masked_fill(~allowed.to(self.device), float("-inf"))
+        return adjusted_MV
+
+    def _count(self, sequences: list[Sequence]) -> None:
+        """Make the counts of these sequences' slots theirs, where another's are still there."""
+        if self._output_buf is None:
+            shape = (self.num_slots, self.vocab_size)
+            self._output_buf = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            self._prompt_buf = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        for one in sequences:
+            draw = one.state.draw
+            if draw.counted_slot == one.slot:
+                continue
+            draw.counted_slot = one.slot
+            output = np.bincount(one.tokens[one.prompt_length :], minlength=self.vocab_size)
+            self._output_buf[one.slot] = torch.from_numpy(output.astype(np.int32)).to(self.device)
+            self._prompt_buf[one.slot] = False
+            self._prompt_buf[one.slot, torch.tensor(one.tokens[: one.prompt_length], device=self.device)] = True
+
+
+def penalise(
+    logits_RV: torch.Tensor, output_RV: torch.Tensor, prompt_RV: torch.Tensor, params: list[SamplingParams]
+) -> torch.Tensor:
+    """Repetition over prompt and output (divides positive logits, multiplies negative), then, over the output alone,
+    - frequency * count - presence * (count > 0)."""
+
+    def column(name: str) -> torch.Tensor:
+        values = [getattr(one, name) for one in params]
+        return torch.tensor(values, dtype=logits_RV.dtype, device=logits_RV.device)[:, None]
+
+    repetition_R1 = column("repetition_penalty")
+    factor_RV = torch.where(logits_RV > 0, 1 / repetition_R1, repetition_R1)
+    logits_RV = torch.where(prompt_RV | (output_RV > 0), logits_RV * factor_RV, logits_RV)
+    return logits_RV - column("frequency_penalty") * output_RV - column("presence_penalty") * (output_RV > 0)
+
+
+def draw_tokens(logits_RV: torch.Tensor, params: list[SamplingParams], uniform: list[float]) -> torch.Tensor:
+    """token_R: the first whose cumulative probability exceeds uniform * total, after temperature and truncation."""
+    device = logits_RV.device
+    temperature_R1 = torch.tensor([[one.temperature] for one in params], dtype=torch.float32, device=device)
+    # the maximum goes first: a tiny temperature must not overflow to inf - inf
+    scaled_RV = (logits_RV.float() - logits_RV.float().amax(1, keepdim=True)) / temperature_R1
+    if any(one.top_k or one.top_p < 1 or one.min_p for one in params):
+        scaled_RV = scaled_RV.masked_fill(~kept_tokens(scaled_RV, params), float("-inf"))
+    cumulative_RV = torch.softmax(scaled_RV.double(), dim=-1).cumsum_(dim=-1)
+    total_R1 = cumulative_RV[:, -1:]
+    target_R1 = torch.tensor(uniform, dtype=torch.float64, device=device)[:, None] * total_R1
+    # below the total, so that the token found always has a probability above 0
+    target_R1 = torch.minimum(target_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
+    return torch.searchsorted(cumulative_RV, target_R1, right=True)[:, 0]
+
+
+def kept_tokens(scaled_RV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """kept_RV: within the top_k; the fewest likeliest of those whose mass reaches top_p; and p >= min_p * max p."""
+    device, size = scaled_RV.device, scaled_RV.shape[1]
+    top_k = [min(one.top_k, size) or size for one in params]
+    width = max(top_k)
+    if width * 8 < size:
+        sorted_RW, order_RW = scaled_RV.topk(width, dim=1)
+    else:
+        sorted_RW, order_RW = scaled_RV.sort(dim=1, descending=True, stable=True)
+    rank_W = torch.arange(sorted_RW.shape[1], device=device)
+    kept_RW = rank_W < torch.tensor(top_k, device=device)[:, None]
+    probs_RW = torch.softmax(sorted_RW.double().masked_fill(~kept_RW, float("-inf")), dim=-1)
+    before_RW = probs_RW.cumsum(dim=1) - probs_RW
+    # a cumulative sum can reach 1 early by rounding: top_p 1 keeps everything by definition, not by arithmetic
+    top_p = [one.top_p if one.top_p < 1 else 2.0 for one in params]
+    kept_RW &= before_RW < torch.tensor(top_p, dtype=torch.float64, device=device)[:, None]
+    min_p_R1 = torch.tensor([one.min_p for one in params], dtype=torch.float64, device=device)[:, None]
+    kept_RW &= probs_RW >= min_p_R1 * probs_RW[:, :1]
+    return torch.zeros_like(scaled_RV, dtype=torch.bool).scatter_(1, order_RW, kept_RW)
+
+
+def _mix(value: int) -> int:
+    """splitmix64: a bijection of 64-bit words that passes as random on counters."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
+
+
+def _uniform(key: int, position: int) -> float:
+    """In [0, 1), 53 bits."""
+    return (_mix(key ^ _mix(position)) >> 11) * 2.0**-53
