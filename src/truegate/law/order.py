@@ -23,6 +23,7 @@ class Routed:
 
     valid_T is None where every row is valid. identity_T is the coefficient of x itself (identity experts), or None.
     load_E and load_P count valid rows per logical expert and per routed physical slot, where counting was asked for.
+    logical_TK and chosen_TK are the router's choice before it was laid out (weights times a), for whoever records it.
     """
 
     ids_TJ: Array
@@ -32,6 +33,8 @@ class Routed:
     shared_gate_T: Array = None  # kept for an unfused shared expert; fused ones carry it in weights_TJ
     load_E: Array = None
     load_P: Array = None
+    logical_TK: Array = None
+    chosen_TK: Array = None
 
 
 class Tables(NamedTuple):
@@ -68,7 +71,7 @@ def realise(
     columns_K = xp.arange(top_k, dtype=xp.int64, device=ids_TK.device)[None, :]
     if plan.scales.plan != 1:
         weights_TK = weights_TK * float(plan.scales.plan)
-    ok_TK = None
+    logical_TK, chosen_TK, ok_TK = ids_TK, weights_TK, None
     if valid_T is not None:
         # whatever a padded row holds (NaN logits, ids of another step), it must not reach a table below
         ok_TK = xp.broadcast_to(valid_T[:, None], ids_TK.shape)
@@ -89,6 +92,7 @@ def realise(
     return Routed(
         ids_TJ=ids_TJ, weights_TJ=weights_TJ, valid_T=valid_T, identity_T=identity_T,
         shared_gate_T=shared_gate_T if plan.num_shared == 0 else None, load_E=load_E, load_P=load_P,
+        logical_TK=logical_TK, chosen_TK=chosen_TK,
     )  # fmt: skip
 
 

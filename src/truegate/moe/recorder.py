@@ -1,0 +1,34 @@
+"""Which experts ran: what every MoE layer chose in a step, as the router chose it.
+
+Invariant: it records the logical ids and final weights that the plan realises, never a second computation of them.
+T rows of the step, L MoE layers, K routed top-k.
+"""
+
+import torch
+
+from truegate.law.order import Routed
+from truegate.law.plan import Plan
+
+
+class Recorder:
+    """Collects (ids_TK, weights_TK) of each MoE layer of one step, in the order the layers run."""
+
+    def __init__(self) -> None:
+        self._ids: list[torch.Tensor] = []
+        self._weights: list[torch.Tensor] = []
+
+    def add(self, plan: Plan, routed: Routed) -> None:
+        """Take one layer's choice; the weights are coefficients of the sum: times p * a already, times b here."""
+        later = float(plan.scales.later)
+        self._ids.append(routed.logical_TK)
+        self._weights.append(routed.chosen_TK if later == 1 else routed.chosen_TK * later)
+
+    def stacked(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """ids_TLK int64 and weights_TLK fp32; layers with fewer choices are padded with id -1 and weight 0."""
+        width = max(ids.shape[1] for ids in self._ids)
+
+        def stack(parts: list[torch.Tensor], fill: int) -> torch.Tensor:
+            padded = [torch.nn.functional.pad(p, (0, width - p.shape[1]), value=fill) for p in parts]
+            return torch.stack(padded, dim=1)
+
+        return stack(self._ids, -1), stack(self._weights, 0)
