@@ -42,6 +42,62 @@ def root(
     """
 
 
+@app.command(rich_help_panel="Engine")
+def run(
+    prompt: Annotated[str, typer.Argument(help="What to ask; `-` reads it from standard input.")],
+    model: Annotated[str | None, typer.Option(help="Folder or hub id; default: the model that ships here.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 1024,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print times and speed to standard error.")] = False,
+) -> None:
+    """Answer one prompt in this process, streamed to the terminal."""
+    from truegate.llm import run_prompt
+    from truegate.types import SamplingParams
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    run_prompt(text, model=model, params=params, raw=raw, stats=stats)
+
+
+@app.command()
+def plan(
+    config: Annotated[str, typer.Argument(help="A Hugging Face config.json, or the folder it is in.")],
+    ep: Annotated[int, typer.Option(help="Expert-parallel ranks.")] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of each attention replica.")] = 1,
+    dp: Annotated[int | None, typer.Option(help="Data-parallel attention replicas (default: ep / tp).")] = None,
+    router: Annotated[str | None, typer.Option(help="Default: the one that goes with the experts.")] = None,
+    experts: Annotated[str, typer.Option(help="Expert kernel: torch runs here, the others are contracts.")] = "torch",
+    dispatch: Annotated[str | None, typer.Option(help="Exchange (default: local, or allgather if ep > 1).")] = None,
+    fuse_shared: Annotated[bool, typer.Option(help="Run the shared expert as extra slots of the kernel.")] = False,
+    replicate_shared: Annotated[bool, typer.Option(help="Compute gathered rows' shared slot on every rank.")] = False,
+    scale_at: Annotated[str, typer.Option(help="Where the routed scale multiplies: weights or output.")] = "weights",
+    redundant: Annotated[int, typer.Option(help="Redundant physical experts.")] = 0,
+    layer: Annotated[int | None, typer.Option(help="Which layer (default: the first MoE layer).")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show who multiplies what in a MoE layer, what padding looks like on each edge, and where ids go; or why not.
+
+    SGLang's --tp-size 8 --dp-size 8 --enable-dp-attention is --tp 1 --dp 8 here. Backends other than torch and local
+    are contracts: our reading of an interface, compiled and checked, not run.
+    """
+    from truegate.law.plan import Ranks
+    from truegate.moe.show import as_json, as_text, plan_of
+
+    ranks = Ranks(tp=tp, dp=max(1, ep // tp) if dp is None else dp, ep=ep)
+    index, compiled = plan_of(
+        config, ranks=ranks, layer=layer, experts=experts, dispatch=dispatch, router=router, redundant=redundant,
+        fuse_shared=fuse_shared, scale_at=scale_at, replicate_shared=replicate_shared,
+    )  # fmt: skip
+    if json:
+        import json as library
+
+        print(library.dumps(as_json(index, compiled), indent=2))
+    else:
+        print("\n".join(as_text(index, compiled)))
+
+
 def main() -> None:
     """Entry point: runs the app and turns every outcome into an exit code (0, 1, 2, 3, 64; 130 for Ctrl-C)."""
     debug = "--debug" in sys.argv[1:] or os.environ.get("TRUEGATE_DEBUG") == "1"

@@ -22,7 +22,7 @@ from truegate.engine.runner import Launched, Runner
 from truegate.engine.start import Parts, load_parts
 from truegate.engine.tokenizer import Tokenizer
 from truegate.errors import UserError
-from truegate.sched.scheduler import Chunk, Limits, Scheduler
+from truegate.sched.scheduler import Limits, Scheduler
 from truegate.sched.sequence import Sequence, Status
 from truegate.types import EngineStats, Request, StepOutput, TokenLogprobs, check_sampling
 
@@ -145,7 +145,7 @@ class Engine:
         chunks = self.scheduler.schedule()
         launched = None
         if chunks:
-            launched = self.runner.launch(chunks, self._recorder(chunks))
+            launched = self.runner.launch(chunks, routed=self._num_recording > 0)
             self.scheduler.launched(chunks)
             self._counts["steps"] += 1
         if ahead is not None:
@@ -161,19 +161,12 @@ class Engine:
         nobody must be preempted."""
         return not self._num_grammars and self.scheduler.next_fits()
 
-    def _recorder(self, chunks: list[Chunk]) -> Any:
-        if not self._num_recording or not any(c.sequence.params.return_routed_experts for c in chunks):
-            return None
-        from truegate.moe.recorder import Recorder
-
-        return Recorder()
-
     def _collect(self, launched: Launched) -> list[StepOutput]:
         """Read a step's results and give each token to its answer."""
         tokens = launched.read()
         for chunk, described in launched.prompt_described:
             chunk.sequence.state.prompt_logprobs.update(described.read())
-        if launched.recorder is not None:
+        if launched.routed is not None:
             self._record(launched)
         logprobs = launched.described.read() if launched.described is not None else {}
         self._counts["prompt"] += sum(c.size for c in launched.chunks) - len(launched.sampled)
@@ -234,7 +227,7 @@ class Engine:
 
     def _record(self, launched: Launched) -> None:
         """Hand each sequence its rows of what the MoE layers saw."""
-        ids_TLK, weights_TLK = launched.recorder.read()
+        ids_TLK, weights_TLK = (part.cpu().numpy() for part in launched.routed)  # sync: somebody asked
         row = 0
         for chunk in launched.chunks:
             if chunk.sequence.params.return_routed_experts:
@@ -260,7 +253,7 @@ class Engine:
             preemptions=scheduler.preemptions,
             steps=self._counts["steps"],
             tokens_per_second=self._tokens_per_second(),
-            expert_load_LE=self.parts.expert_load(),
+            expert_load_LE=self.runner.load.read() if self.runner.load is not None else None,
             self_test=self.parts.self_test,
             fault=self.config.fault,
         )

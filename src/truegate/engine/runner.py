@@ -12,6 +12,7 @@ import torch
 
 from truegate.cache.pages import PageTable
 from truegate.engine.sampler import Described, Sampler, describe
+from truegate.moe.recorder import Recorder
 from truegate.sched.scheduler import Chunk
 from truegate.sched.sequence import Sequence
 from truegate.types import Batch
@@ -26,10 +27,28 @@ class Launched:
     tokens_S: torch.Tensor | None
     described: Described | None = None
     prompt_described: list[tuple[Chunk, Described]] = field(default_factory=list)
-    recorder: Any = None
+    routed: tuple[torch.Tensor, torch.Tensor] | None = None  # ids_TLK, weights_TLK, if anybody asked
 
     def read(self) -> list[int]:
         return self.tokens_S.tolist() if self.tokens_S is not None else []  # sync: the step's tokens
+
+
+class ExpertLoad:
+    """How many rows each logical expert got since start, by MoE layer: load_LE += sum_TK [ids_TLK = e]."""
+
+    def __init__(self, moe_layers: list[Any], device: torch.device) -> None:
+        self.num_experts = max(layer.spec.num_choices for layer in moe_layers)
+        width = self.num_experts + 1  # the last column takes the -1 of layers with fewer choices
+        self._load_buf = torch.zeros(len(moe_layers) * width, dtype=torch.int64, device=device)
+        self._first_L1 = torch.arange(len(moe_layers), device=device)[:, None] * width
+
+    def count(self, ids_TLK: torch.Tensor, valid_T: torch.Tensor) -> None:
+        index_TLK = ids_TLK % (self.num_experts + 1) + self._first_L1
+        rows_TLK = valid_T.to(torch.int64)[:, None, None].expand_as(index_TLK)
+        self._load_buf.scatter_add_(0, index_TLK.flatten(), rows_TLK.flatten())
+
+    def read(self) -> np.ndarray:
+        return self._load_buf.view(-1, self.num_experts + 1)[:, :-1].cpu().numpy().copy()
 
 
 class Runner:
@@ -44,14 +63,21 @@ class Runner:
         num_slots = table.array.shape[0]
         self.sampler = Sampler(model.vocab_size, num_slots, self.device)
         self.last_token_buf = torch.zeros(num_slots, dtype=torch.int64, device=self.device)  # by slot
+        self.load = ExpertLoad(model.moe_layers, self.device) if model.moe_layers else None
         self._always_valid = torch.ones(1, dtype=torch.bool, device=self.device)
 
     @torch.inference_mode()
-    def launch(self, chunks: list[Chunk], recorder: Any = None) -> Launched:
+    def launch(self, chunks: list[Chunk], *, routed: bool = False) -> Launched:
+        """Run one step; `routed` also keeps which experts ran."""
         batch, sampled, prompts = self._build(chunks)
-        batch.recorder = recorder
+        if self.load is not None:
+            batch.recorder = Recorder()
         hidden_TD = self.model.forward(batch, self.pool)
-        launched = Launched(chunks, sampled, None, recorder=recorder)
+        launched = Launched(chunks, sampled, None)
+        if self.load is not None:
+            ids_TLK, weights_TLK = batch.recorder.stacked()
+            self.load.count(ids_TLK, batch.valid_T)
+            launched.routed = (ids_TLK, weights_TLK) if routed else None
         if batch.logit_rows_M.shape[0]:
             rows = batch.logit_rows_M
             logits_MV = self.model.logits(hidden_TD if rows.shape[0] == hidden_TD.shape[0] else hidden_TD[rows])

@@ -3,7 +3,6 @@
 Invariant: a model whose self-test failed is never returned.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ class Parts:
     eos_token_ids: tuple[int, ...]
     num_pages: int  # page 0 included
     self_test: str | None = None  # the verdict's one line
-    expert_load: Callable[[], Any] = lambda: None
 
 
 def load_parts(config: EngineConfig) -> Parts:
