@@ -151,7 +151,8 @@ def _weigh(spec: RoutingSpec, logits_TE: Array, scores_TE: Array, ids_TK: Array,
     total_T1 = chosen_TK.sum(axis=-1, keepdims=True)
     if spec.denominator is Denominator.SUM_AT_LEAST:
         return chosen_TK / total_T1.clip(spec.eps)
-    return chosen_TK / (total_T1 + spec.eps if spec.eps else total_T1)
+    with numpy.errstate(invalid="ignore"):  # 0/0 is NaN, as in the model, where eps is 0 and every score underflows
+        return chosen_TK / (total_T1 + spec.eps if spec.eps else total_T1)
 
 
 class _NumpyOps:
