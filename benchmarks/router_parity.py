@@ -2,10 +2,10 @@
 
     python benchmarks/router_parity.py [--rows 10000] [--seed 0] [--json FILE]
 
-Each router is built from its own config class in float32 with an identity matrix as its weight, so that it sees the very
-logits that select sees. A row is decided when the k-th and the next choice, and the last kept and the next group, differ
-by more than 1e-6 relative to the largest magnitude that entered the comparison. Decided rows must have equal ids and
-weights within 5e-6; other rows an equal multiset of selection scores; NaN rows distinct legal ids. Exits 1 otherwise.
+Each router is built from its own config class in float32 with an identity matrix as its weight, so that it sees the
+very logits that select sees. A row is decided when the k-th and the next choice, and the last kept and the next group,
+differ by more than 1e-6 relative to the largest magnitude that entered the comparison. Decided rows must have equal ids
+and weights within 5e-6; other rows an equal multiset of selection scores; NaN rows distinct legal ids; else it exits 1.
 T rows, E experts, K top-k, G groups.
 """
 
@@ -49,9 +49,12 @@ WEIGHT_LIMIT = 5e-6
 VOCAB = 97  # of the hash table
 
 
+Mutation = Callable[[RoutingSpec], RoutingSpec]
+
+
 @dataclass(frozen=True)
 class Case:
-    """A published model's routing: its config keys, the transformers router that computes it, and where its tensors go."""
+    """A published model's routing: its config keys, its transformers router, and where that keeps its tensors."""
 
     model: str
     model_type: str
@@ -163,6 +166,7 @@ def adversarial_rows(num_choices: int, top_k: int, rng: np.random.Generator) -> 
         np.where(shuffled < top_k + 1, 1.0, 0.0),  # k + 1 tied for k places
         np.where(shuffled < top_k - 1, 2.0, np.where(shuffled < top_k + 2, 1.0, -1.0)),  # tie at the boundary
         np.tile(base[: (e + 1) // 2], 2)[:e],  # every score twice
+        20 + step * 1.0,  # sigmoids that float32 rounds to 1, of logits that differ
         step * 1.0,  # ascending: 0 .. E-1, softmax underflows for large E
         -step * 1.0,
         1 + 1e-3 * shuffled / e,  # near-ties: all equal in bf16, distinct in float32
@@ -332,13 +336,13 @@ def _score_multiset(c_TE: np.ndarray, ids_TK: np.ndarray) -> np.ndarray:
     return np.sort(np.take_along_axis(c_TE, ids_TK, -1), axis=-1)
 
 
-def compare(reference: Reference, batch: Batch, report: Report) -> None:
-    """Add one batch's figures to the report."""
+def compare(reference: Reference, tested: RoutingSpec, batch: Batch, report: Report) -> None:
+    """Add one batch's figures to the report: select on the `tested` spec, judged by the reference's."""
     spec, x = reference.spec, batch.logits_TE
     ref_ids, ref_weights = reference.route(batch)
     tokens = reference.token_ids(len(x))
     table = None if reference.table_VK is None else reference.table_VK.numpy()
-    truth = select(spec, x.astype(np.float64), token_ids_T=tokens, table_VK=table,
+    truth = select(tested, x.astype(np.float64), token_ids_T=tokens, table_VK=table,
                    bias_E=None if batch.bias_E is None else batch.bias_E.astype(np.float64))  # fmt: skip
     t_args = {
         "bias_E": None if batch.bias_E is None else torch.from_numpy(batch.bias_E),
@@ -346,8 +350,8 @@ def compare(reference: Reference, batch: Batch, report: Report) -> None:
         "table_VK": reference.table_VK,
         "xp": torch,
     }
-    narrow = select(spec, torch.from_numpy(x), **t_args)
-    wide = select(spec, torch.from_numpy(x).double(), **t_args)
+    narrow = select(tested, torch.from_numpy(x), **t_args)
+    wide = select(tested, torch.from_numpy(x).double(), **t_args)
     report.rows += len(x)
     report.path_mismatches += int((truth.ids_TK != wide.ids_TK.numpy()).any(axis=-1).sum())
 
@@ -406,13 +410,13 @@ def check_nan(reference: Reference, report: Report, seed: int) -> None:
     report.nan_rows += len(x)
 
 
-def run_case(case: Case, num_rows: int = 10_000, seed: int = 0) -> Report:
-    """Compare one case on every batch."""
+def run_case(case: Case, num_rows: int = 10_000, seed: int = 0, mutate: Mutation = lambda spec: spec) -> Report:
+    """Compare one case on every batch; `mutate` puts a wrong spec in select's hands, to see that it is noticed."""
     reference = Reference(case)
     spec = reference.spec
     report = Report(case.model, case.model_type, spec.kind, spec.num_choices, spec.top_k)
     for batch in batches(spec, num_rows, seed):
-        compare(reference, batch, report)
+        compare(reference, mutate(spec), batch, report)
     check_nan(reference, report, seed)
     return report
 
@@ -424,8 +428,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     args = parser.parse_args()
     print(f"transformers {transformers.__version__}, torch {torch.__version__}, numpy {np.__version__}\n")
-    head = f"{'model':31} {'routing':24} {'E':>4} {'K':>3} {'rows':>6} {'undecided':>9} {'ids':>4} {'sets':>4} {'paths':>5}"
-    print(f"{head} {'NaN bad':>7} {'rel 64':>8} {'rel 32':>8}")
+    columns = f"{'undecided':>9} {'ids':>4} {'sets':>4} {'paths':>5} {'NaN bad':>7} {'rel 64':>8} {'rel 32':>8}"
+    print(f"{'model':31} {'routing':24} {'E':>4} {'K':>3} {'rows':>6} {columns}")
     reports = []
     for case in CASES:
         r = run_case(case, args.rows, args.seed)
