@@ -59,6 +59,10 @@ class TorchExperts:
         has_bias = weights.gate_up_bias_PH is not None
         self.grouped = None if has_bias else _grouped(weights)
 
+    def activate(self, gate, up):
+        """The spec's gated activation, [..., F]."""
+        return activate(self.spec, gate, up)
+
     def __call__(self, sent: Sent):
         num_rows, width = sent.ids_TJ.shape
         if num_rows * width <= SMALL:
@@ -73,7 +77,7 @@ class TorchExperts:
         h = functional.linear(x_ND, w.gate_up_PHD[slot], None if bias is None else bias[slot])
         gate, up = h.chunk(2, -1)
         bias = w.down_bias_PD
-        return functional.linear(activate(self.spec, gate, up), w.down_PDF[slot], None if bias is None else bias[slot])
+        return functional.linear(self.activate(gate, up), w.down_PDF[slot], None if bias is None else bias[slot])
 
     def _row_by_row(self, sent):
         """At one or two tokens, a sort and two gathers cost more than the experts."""
@@ -114,7 +118,7 @@ class TorchExperts:
         else:
             ends_P = counts_P.cumsum(0).to(torch.int32)
             gate, up = self.grouped(x_ND, self.weights.gate_up_PHD.transpose(1, 2), offs=ends_P).chunk(2, -1)
-            hidden_NF = activate(self.spec, gate, up)
+            hidden_NF = self.activate(gate, up)
             out_ND = self.grouped(hidden_NF, self.weights.down_PDF.transpose(1, 2), offs=ends_P)
         if not self.at_input:
             out_ND = out_ND * weights_N1
