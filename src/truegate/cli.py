@@ -10,7 +10,9 @@ from typing import Annotated
 import typer
 
 from truegate import __version__
+from truegate.bench import verbs as bench_verbs
 from truegate.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_USAGE, TruegateError
+from truegate.serve import verbs as serve_verbs
 
 app = typer.Typer(
     name="truegate",
@@ -19,6 +21,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.command(rich_help_panel="Engine")(serve_verbs.serve)
+app.command(rich_help_panel="Engine")(serve_verbs.chat)
+app.command(rich_help_panel="Engine")(bench_verbs.bench)
 
 
 def _version(show: bool) -> None:

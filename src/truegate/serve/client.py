@@ -11,11 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from truegate.config import EngineConfig
-from truegate.errors import EXIT_INVALID, TruegateError
+from truegate.errors import EXIT_INVALID, TruegateError, UserError
 from truegate.serve.messages import (
     Add,
     Cancel,
@@ -26,6 +26,7 @@ from truegate.serve.messages import (
     Loading,
     Outputs,
     Ready,
+    Refused,
     Shutdown,
     Start,
 )
@@ -71,25 +72,20 @@ def spawn(config: EngineConfig, command: Sequence[str] = WORKER_COMMAND) -> Engi
     return EngineProcess(process=process, channel=channel)
 
 
-class Stream:
-    """The outputs of one request on their way to one HTTP response; one consumer."""
+class Mailbox:
+    """Outputs on their way from the engine to one HTTP response, which may hold several requests; one consumer."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.submitted = time.monotonic()
-        self.open_answers = request.params.n
+    def __init__(self) -> None:
         self.abandoned = False
-        self._pending: list[StepOutput] = []
-        self._error: str | None = None
+        self._pending: list[tuple[Stream, StepOutput]] = []
+        self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, output: StepOutput) -> None:
-        self._pending.append(output)
-        if output.finish_reason is not None:
-            self.open_answers -= 1
+    def put(self, stream: "Stream", output: StepOutput) -> None:
+        self._pending.append((stream, output))
         self._wake()
 
-    def fail(self, error: str) -> None:
+    def fail(self, error: Exception) -> None:
         self._error = error
         self._wake()
 
@@ -98,21 +94,35 @@ class Stream:
         self.abandoned = True
         self._wake()
 
-    async def take(self) -> list[StepOutput]:
-        """All outputs since the last call, at least one; [] once the client is gone; EngineDied if the engine is."""
+    async def take(self) -> list[tuple["Stream", StepOutput]]:
+        """All outputs since the last call, at least one; [] once the client is gone; raises what `fail` was given."""
         if not (self._pending or self._error or self.abandoned):
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         if self.abandoned:
             return []
         if self._error and not self._pending:
-            raise EngineDied(self._error)
+            raise self._error
         taken, self._pending = self._pending, []
         return taken
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Stream:
+    """One request in the engine, and when its tokens came (by answer)."""
+
+    request: Request
+    position: int  # which prompt of the HTTP request
+    mailbox: Mailbox
+    submitted: float
+    open_answers: int
+    first_token: dict[int, float] = field(default_factory=dict)
+    last_token: dict[int, float] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
 
 
 class EngineClient:
@@ -136,20 +146,28 @@ class EngineClient:
         self.stage = "starting the engine process"
         self.reason = ""  # of the last death
         self.restarts = 0
-        self.ready: Ready | None = None
+        self.ready: Ready | None = None  # the last one
         self.stats: EngineStats | None = None
         self.heard = time.monotonic()  # when the engine process last said anything
         self._streams: dict[str, Stream] = {}
         self._engine: EngineProcess | None = None
         self._started: asyncio.Future[Ready] | None = None
         self._deaths: list[float] = []
-        self._was_ready_once = False
         self._failure: Failed | None = None
         self._writing = False
 
     @property
     def pid(self) -> int | None:
         return self._engine.process.pid if self._engine else None
+
+    @property
+    def resolved(self) -> EngineConfig:
+        """The engine's settings as it filled them in; those asked for until it has."""
+        return self.ready.config if self.ready else self.config
+
+    @property
+    def vocab_size(self) -> int:
+        return self.ready.vocab_size if self.ready else 0
 
     @property
     def open_answers(self) -> int:
@@ -162,11 +180,17 @@ class EngineClient:
         assert self._started is not None
         return await self._started
 
-    def submit(self, request: Request) -> Stream:
-        """Send a request to the engine; raises EngineDied while there is none."""
+    def submit(self, request: Request, mailbox: Mailbox, position: int = 0) -> Stream:
+        """Send a request to the engine, its outputs to go to `mailbox`; raises EngineDied while there is no engine."""
         if self.state != "ready" or self._engine is None:
             raise EngineDied(f"the engine is {self.state}" + (f": {self.reason}" if self.reason else ""))
-        stream = Stream(request)
+        stream = Stream(
+            request=request,
+            position=position,
+            mailbox=mailbox,
+            submitted=time.monotonic(),
+            open_answers=request.params.n,
+        )
         self._streams[request.request_id] = stream
         self._send(Add(request=request))
         return stream
@@ -177,12 +201,14 @@ class EngineClient:
             self._send(Cancel(request_id=stream.request.request_id))
 
     async def stop(self, *, drain: bool = True) -> None:
-        """End the engine process: tell it, wait, and kill it if it does not leave."""
-        self.state = "stopping"
+        """End the engine process: tell it, wait, and kill it if it does not leave (or is still loading)."""
+        listening, self.state = self.state == "ready", "stopping"
         if self._engine is None:
             return
-        self._send(Shutdown(drain=drain))
         process = self._engine.process
+        if not listening:
+            process.kill()
+        self._send(Shutdown(drain=drain))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.to_thread(process.wait, STOP_SECONDS + 1), STOP_SECONDS)
         if process.poll() is None:
@@ -250,15 +276,21 @@ class EngineClient:
                 for output in outputs:
                     stream = self._streams.get(output.request_id)
                     if stream is not None:  # else its client left and the abort has just come back
+                        if output.finish_reason is not None:
+                            stream.open_answers -= 1
                         self.on_output(stream, output, self.heard)
-                        stream.put(output)
+                        stream.mailbox.put(stream, output)
+            case Refused(request_id=request_id, error=error):
+                stream = self._streams.pop(request_id, None)
+                if stream is not None:
+                    stream.open_answers = 0
+                    stream.mailbox.fail(UserError(error))
             case Heartbeat(stats=stats):
                 self.stats = stats
             case Loading(stage=stage):
                 self.stage = stage
             case Ready():
                 self.ready, self.stats, self.state = message, message.stats, "ready"
-                self._was_ready_once = True
                 if self._started is not None and not self._started.done():
                     self._started.set_result(message)
             case Failed():
@@ -271,9 +303,8 @@ class EngineClient:
         assert self._engine is not None
         engine, was_ready = self._engine, self.state == "ready"
         self._detach()
-        self.ready = None if self.state != "stopping" else self.ready
         for stream in self._streams.values():
-            stream.fail("the engine process ended while this request was running")
+            stream.mailbox.fail(EngineDied("the engine process ended while this request was running"))
         self._streams.clear()
         if self.state == "stopping":
             return
@@ -283,7 +314,7 @@ class EngineClient:
         now = time.monotonic()
         self._deaths = [moment for moment in self._deaths if now - moment < RESTART_WINDOW] + [now]
         refused_to_start = self._failure is not None and not was_ready  # would only repeat itself
-        if self.restart and self._was_ready_once and not refused_to_start and len(self._deaths) <= RESTART_LIMIT:
+        if self.restart and self.ready is not None and not refused_to_start and len(self._deaths) <= RESTART_LIMIT:
             log.error("%s; starting it again (%d of %d)", failure.error, len(self._deaths), RESTART_LIMIT)
             self.state, self.restarts = "restarting", self.restarts + 1
             self._attach(spawn(self.config, self.command))

@@ -76,6 +76,14 @@ class Outputs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """The engine would not take a request, and why: the request's fault."""
+
+    request_id: str
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Heartbeat:
     """Sent while the engine is idle, so that silence means trouble."""
 

@@ -130,8 +130,8 @@ class Sampling(Body):
         default=None, ge=0, le=MAX_LOGPROBS, description="Log-probabilities of the prompt, with so many alternatives."
     )
     return_token_ids: StrictBool | None = Field(default=None, description="Add the token ids of prompt and answer.")
-    return_routed_experts: StrictBool | None = Field(
-        default=None, description="Add ids and weights of the experts that ran, by token and MoE layer."
+    return_routed_experts: StrictBool | Literal["list", "base64"] | None = Field(
+        default=None, description="Add ids and weights of the experts that ran, by token and MoE layer; true: as lists."
     )
 
     @model_validator(mode="after")

@@ -25,6 +25,7 @@ from truegate.serve.messages import (
     Loading,
     Outputs,
     Ready,
+    Refused,
     Shutdown,
     Start,
 )
@@ -69,29 +70,25 @@ class Worker:
         while self.leaving is None:
             if not self.engine.has_work:
                 self.channel.wait(HEARTBEAT_SECONDS)
-            refused = self._take_messages()
-            outputs = self.engine.step() if self.engine.has_work else []
-            self._report(refused + outputs)
+            self._take_messages()
+            self._report(self.engine.step() if self.engine.has_work else [])
         self._report(self.engine.shutdown(drain=self.leaving.drain))
         while self.channel.unsent:
             self.channel.wait(HEARTBEAT_SECONDS)
             self.channel.flush()
 
-    def _take_messages(self) -> list[StepOutput]:
-        """Hand messages to the engine; returns the outputs of requests that it refused."""
-        refused: list[StepOutput] = []
+    def _take_messages(self) -> None:
         for message in self.channel.receive():
             match message:
                 case Add(request=request):
                     try:
                         self.engine.add(request)
                     except TruegateError as error:
-                        refused += _refusals(request, str(error))
+                        self.channel.send(Refused(request_id=request.request_id, error=str(error)))
                 case Cancel(request_id=request_id):
                     self.engine.cancel(request_id)
                 case Shutdown():
                     self.leaving = message
-        return refused
 
     def _report(self, outputs: list[StepOutput]) -> None:
         now = time.monotonic()
@@ -104,14 +101,6 @@ class Worker:
             self.channel.send(Heartbeat(stats=stats))
         else:
             self.channel.flush()
-
-
-def _refusals(request: Request, error: str) -> list[StepOutput]:
-    """Every answer of a request that the engine refused ends here, with the reason."""
-    return [
-        StepOutput(request_id=request.request_id, index=index, finish_reason="error", error=error)
-        for index in range(request.params.n)
-    ]
 
 
 def serve_engine(channel: Channel, build: Callable[[EngineConfig], EngineLike]) -> int:
