@@ -55,10 +55,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         keep = object.__setattr__
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        keep(self, "stop", stop)
-        keep(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        keep(self, "logprob_token_ids", tuple(self.logprob_token_ids or ()))
+        if isinstance(self.stop, str):
+            keep(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids", "logprob_token_ids"):
+            try:
+                keep(self, name, tuple(getattr(self, name) or ()))
+            except TypeError:
+                raise UserError(f"{name} must be a list") from None
         bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias or ()
         try:
             keep(self, "logit_bias", tuple((int(token), float(value)) for token, value in bias))

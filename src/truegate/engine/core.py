@@ -169,7 +169,7 @@ class Engine:
         if launched.routed is not None:
             self._record(launched)
         logprobs = launched.described.read() if launched.described is not None else {}
-        self._counts["prompt"] += sum(c.size for c in launched.chunks) - len(launched.sampled)
+        self._counts["prompt"] += sum(one.size for one in launched.chunks if one.start < one.sequence.prompt_length)
         outputs = []
         for row, (sequence, token) in enumerate(zip(launched.sampled, tokens, strict=True)):
             sequence.in_flight -= 1

@@ -79,8 +79,8 @@ class Runner:
             self.load.count(ids_TLK, batch.valid_T)
             launched.routed = (ids_TLK, weights_TLK) if routed else None
         if batch.logit_rows_M.shape[0]:
-            rows = batch.logit_rows_M
-            logits_MV = self.model.logits(hidden_TD if rows.shape[0] == hidden_TD.shape[0] else hidden_TD[rows])
+            every_row = len(sampled) == hidden_TD.shape[0]  # then the logit rows are all rows, in order
+            logits_MV = self.model.logits(hidden_TD if every_row else hidden_TD[batch.logit_rows_M])
             if sampled:
                 logits_SV = logits_MV[: len(sampled)]
                 launched.tokens_S, launched.described = self.sampler.sample(logits_SV, sampled)
