@@ -214,11 +214,14 @@ def _mixtral(keys: Keys, layer: int) -> RoutingSpec | None:
 def _gpt_oss(keys: Keys, layer: int) -> RoutingSpec | None:
     """x = W h + c; top-k of x; w = softmax(x[ids]); clamped SwiGLU and biases in the experts."""
     keys.only("swiglu_alpha", 1.702, "the clamped SwiGLU's slope is fixed")
+    limit = keys.number("swiglu_limit", 7.0)
+    if limit <= 0:
+        raise keys.refuse("swiglu_limit", f"is {limit}, must be positive")
     return keys.spec(
         num_experts=keys.integer("num_local_experts", 128), top_k=keys.integer("num_experts_per_tok", 4),
         score=Score.SOFTMAX, select_on=SelectOn.LOGITS, denominator=Denominator.SOFTMAX_TOPK, has_gate_bias=True,
         hidden=keys.integer("hidden_size", 2880), expert_intermediate=keys.integer("intermediate_size", 2880),
-        clamp=keys.number("swiglu_limit", 7.0), has_expert_bias=True)  # fmt: skip
+        clamp=limit, has_expert_bias=True)  # fmt: skip
 
 
 def _olmoe(keys: Keys, layer: int) -> RoutingSpec | None:
