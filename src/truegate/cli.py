@@ -91,7 +91,7 @@ def plan(
     from truegate.law.plan import Ranks
     from truegate.moe.show import as_json, as_text, plan_of
 
-    ranks = Ranks(tp=tp, dp=max(1, ep // tp) if dp is None else dp, ep=ep)
+    ranks = Ranks(tp=tp, dp=max(1, ep // max(1, tp)) if dp is None else dp, ep=ep)
     index, compiled = plan_of(
         config, ranks=ranks, layer=layer, experts=experts, dispatch=dispatch, router=router, redundant=redundant,
         fuse_shared=fuse_shared, scale_at=scale_at, replicate_shared=replicate_shared,

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from truegate.law.contract import Drop, Pad, Sentinel, SharedLayout
+from truegate.law.contract import Drop, Pad, Sentinel, SharedLayout, ZeroWeight
 from truegate.law.plan import Plan
+from truegate.law.spec import SharedGate
 
 Array = Any  # numpy.ndarray or torch.Tensor, as `xp` says
 
@@ -21,7 +22,7 @@ Array = Any  # numpy.ndarray or torch.Tensor, as `xp` says
 class Routed:
     """What the exchange and the experts are given: ids_TJ in the edge's id space and weights_TJ to multiply by.
 
-    valid_T is None where every row is valid. identity_T is the coefficient of x itself (identity experts), or None.
+    valid_T is None where every row is valid. identity_T is what combine multiplies x by (identity experts), or None.
     load_E and load_P count valid rows per logical expert and per routed physical slot, where counting was asked for.
     logical_TK and chosen_TK are the router's choice before it was laid out (weights times a), for whoever records it.
     """
@@ -63,9 +64,13 @@ def realise(
         shared:  slot = tail or home rank's, weight = g * w_shared
 
     ids_TK int64 logical, weights_TK as the router emits them (times p), valid_T bool or None (all), home_T int64 rank
-    of each row (None: rank 0), first_row the global number of row 0 for agreed replica choice. Returns ids int64.
+    of each row (None: rank 0), first_row the global number of row 0 for agreed replica choice. Returns ids in the
+    edge's dtype; a sigmoid-gated shared expert needs shared_gate_T, and nothing else takes it.
     """
     spec, placement = plan.spec, plan.placement
+    gated = spec.shared is not None and spec.shared.gate is SharedGate.SIGMOID
+    if gated != (shared_gate_T is not None):
+        raise ValueError(f"{spec.family}: shared_gate_T goes with a sigmoid-gated shared expert, and only with it")
     num_rows, top_k = ids_TK.shape
     rows_T1 = xp.arange(num_rows, dtype=xp.int64, device=ids_TK.device)[:, None]
     columns_K = xp.arange(top_k, dtype=xp.int64, device=ids_TK.device)[None, :]
@@ -80,7 +85,8 @@ def realise(
     if spec.num_identity:
         is_identity_TK = ids_TK >= spec.num_experts
         live_TK = is_identity_TK if ok_TK is None else is_identity_TK & ok_TK
-        identity_T = xp.where(live_TK, weights_TK, 0.0).sum(-1)
+        # the kernel's factor never meets x itself, so it is put in here; combine adds before the last multiply
+        identity_T = xp.where(live_TK, weights_TK, 0.0).sum(-1) * float(plan.scales.kernel)
         ok_TK = ~is_identity_TK if ok_TK is None else ok_TK & ~is_identity_TK
         ids_TK = xp.where(is_identity_TK, (rows_T1 * top_k + columns_K) % spec.num_experts, ids_TK)
     load_E = _count(ids_TK, ok_TK, spec.num_experts, xp) if count else None
@@ -89,6 +95,7 @@ def realise(
     ids_TJ, weights_TJ, ok_TJ = _append_shared(plan, slots_TK, weights_TK, ok_TK, valid_T, shared_gate_T, home_T, xp)
     if ok_TJ is not None:
         ids_TJ, weights_TJ = mark_invalid(plan.send.pad, ids_TJ, weights_TJ, ok_TJ, plan.send.num_slots, xp)
+    ids_TJ = xp.asarray(ids_TJ, dtype=getattr(xp, plan.send.id_dtype))
     return Routed(
         ids_TJ=ids_TJ, weights_TJ=weights_TJ, valid_T=valid_T, identity_T=identity_T,
         shared_gate_T=shared_gate_T if plan.num_shared == 0 else None, load_E=load_E, load_P=load_P,
@@ -98,8 +105,9 @@ def realise(
 
 def _count(ids_TK: Array, ok_TK: Array, size: int, xp: ModuleType) -> Array:
     """Rows per id, valid ones only; int64."""
-    ones = xp.ones_like(ids_TK) if ok_TK is None else xp.where(ok_TK, xp.ones_like(ids_TK), 0)
-    counts = xp.bincount(ids_TK.reshape(-1), ones.reshape(-1) * 1.0, size)
+    live_TK = xp.ones_like(ids_TK) if ok_TK is None else ok_TK
+    # float64 whatever torch's default dtype is: bf16 stops counting at 256
+    counts = xp.bincount(ids_TK.reshape(-1), xp.asarray(live_TK, dtype=xp.float64).reshape(-1), size)
     return xp.asarray(counts, dtype=xp.int64)
 
 
@@ -107,7 +115,7 @@ def _replica(plan: Plan, ids_TK: Array, rows_T1: Array, tables: Tables | None, x
     """slot = replicas[e, (row + e) % count[e]]: the same on every rank that knows the row's global number."""
     placement = plan.placement
     if tables is None:
-        if not placement.has_replicas and bool((placement.logical_P == numpy.arange(placement.num_slots)).all()):
+        if placement.is_identity:
             return ids_TK
         replicas = xp.asarray(placement.replicas_EX, device=ids_TK.device)
         tables = Tables(replicas, xp.asarray(placement.count_E, device=ids_TK.device))
@@ -178,6 +186,7 @@ def to_local(
     A tail shared slot belongs to every rank that computes it: its row's home only, or all where the plan replicates it.
     """
     width, routed = plan.slots_per_rank, plan.placement.slots_per_rank
+    ids_TJ = xp.asarray(ids_TJ, dtype=xp.int64)
     ok_TJ = ~is_invalid(plan.send.pad, ids_TJ, weights_TJ, plan.send.num_slots)
     if plan.shared_layout is SharedLayout.GLOBAL_TAIL:
         tail_TJ = ids_TJ - plan.placement.num_slots
@@ -190,7 +199,8 @@ def to_local(
     else:
         local_TJ = ids_TJ - rank * width
         mine_TJ = (local_TJ >= 0) & (local_TJ < width)
-    return mark_invalid(plan.receive.pad, local_TJ, weights_TJ, ok_TJ & mine_TJ, width, xp)
+    local_TJ, weights_TJ = mark_invalid(plan.receive.pad, local_TJ, weights_TJ, ok_TJ & mine_TJ, width, xp)
+    return xp.asarray(local_TJ, dtype=getattr(xp, plan.receive.id_dtype)), weights_TJ
 
 
 def decode(plan: Plan, routed: Routed) -> "numpy.ndarray[Any, numpy.dtype[numpy.float64]]":
@@ -198,13 +208,16 @@ def decode(plan: Plan, routed: Routed) -> "numpy.ndarray[Any, numpy.dtype[numpy.
 
     C[t, e] = b * n * sum of weights of slots holding e;  C[t, E+Z+s] = b * m * weight of shared slot s (unfused: one).
     The identity coefficient stands in column E (their sum: identity experts cannot be told apart by what they compute).
-    Rows that are padded read 0. Raises ValueError on an id outside the edge's space, NaN-safe on padded rows.
+    Padded rows are read as the others, so a live one shows; only an unfused shared expert, whose output there nobody
+    reads, counts 0. Raises ValueError on an id outside the edge's space: at weight 0 too where that is the only mark.
     """
     spec, scales = plan.spec, plan.scales
     ids_TJ = numpy.asarray(routed.ids_TJ).astype(numpy.int64)
     weights_TJ = numpy.asarray(routed.weights_TJ).astype(numpy.float64)
     invalid_TJ = is_invalid(plan.send.pad, ids_TJ, weights_TJ, plan.send.num_slots)
-    outside_TJ = ((ids_TJ < 0) | (ids_TJ >= plan.send.num_slots)) & ~invalid_TJ
+    outside_TJ = (ids_TJ < 0) | (ids_TJ >= plan.send.num_slots)
+    if not isinstance(plan.send.pad, ZeroWeight):
+        outside_TJ &= ~invalid_TJ
     if outside_TJ.any():
         raise ValueError(f"ids {sorted(set(ids_TJ[outside_TJ].tolist()))[:8]} are outside 0..{plan.send.num_slots - 1}")
     expert_TJ, shared_TJ = _owner(plan, numpy.where(invalid_TJ, 0, ids_TJ))
@@ -217,16 +230,15 @@ def decode(plan: Plan, routed: Routed) -> "numpy.ndarray[Any, numpy.dtype[numpy.
     copies_TJ = numpy.where(is_shared_TJ, float(scales.shared_copies), float(scales.routed_copies))
     numpy.add.at(c, (rows_TJ, column_TJ), numpy.where(invalid_TJ, 0.0, weights_TJ * copies_TJ * later))
     if routed.identity_T is not None:
-        c[:, spec.num_experts] = numpy.asarray(routed.identity_T) * later
+        c[:, spec.num_experts] = numpy.asarray(routed.identity_T) * float(scales.finish)
     if spec.shared is not None and plan.num_shared == 0:
         gate = (
             1.0
             if routed.shared_gate_T is None
             else numpy.asarray(routed.shared_gate_T, dtype=numpy.float64).reshape(-1)
         )
-        c[:, spec.num_choices] = gate * float(scales.shared)
-    if routed.valid_T is not None:
-        c[~numpy.asarray(routed.valid_T)] = 0.0
+        valid = True if routed.valid_T is None else numpy.asarray(routed.valid_T)
+        c[:, spec.num_choices] = numpy.where(valid, gate, 0.0) * float(scales.shared)
     return c
 
 

@@ -42,6 +42,11 @@ class Placement:
     def has_replicas(self) -> bool:
         return self.num_slots > self.num_experts
 
+    @property
+    def is_identity(self) -> bool:
+        """Expert e is in slot e and nowhere else."""
+        return not self.has_replicas and bool((self.logical_P == np.arange(self.num_slots)).all())
+
 
 def place(*, num_experts: int, num_ranks: int = 1, num_redundant: int = 0) -> Placement:
     """Expert e in slot e, then replicas of experts 0, 1, ... in the redundant slots, all dealt over the ranks.
@@ -77,9 +82,9 @@ def _apart(logical_P: Ints, num_ranks: int, per_rank: int) -> Ints:
 def from_slots(logical_P: Ints, *, num_experts: int, num_ranks: int) -> Placement:
     """Build the replica tables from the slot table, refusing a table that loses an expert."""
     logical_P = np.asarray(logical_P, dtype=np.int64)
-    if len(logical_P) % num_ranks:
+    if num_ranks < 1 or len(logical_P) % num_ranks:
         raise Refused(
-            f"{len(logical_P)} expert slots do not divide over {num_ranks} ranks; give each rank the same number"
+            f"{len(logical_P)} expert slots do not divide over {num_ranks} ranks; give each rank the same number (--ep)"
         )
     if len(logical_P) and (logical_P.min() < 0 or logical_P.max() >= num_experts):
         raise Refused(f"the placement names experts outside 0..{num_experts - 1}; every slot must hold a routed expert")

@@ -8,46 +8,19 @@ R expert-parallel ranks, P physical slots, L = P / R, S fused shared slots, K ro
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from math import gcd
 from typing import Any
 
 from truegate.errors import Refused
+from truegate.law.choices import Choices, Ranks
 from truegate.law.contract import Dispatch, Experts, Pad, Router, SharedLayout
 from truegate.law.placement import Placement
+from truegate.law.refusals import pads_of, refusals
 from truegate.law.spec import RoutingSpec, SharedGate, WeightAt
 
+__all__ = ["Choices", "IdEdge", "Plan", "Ranks", "Scales", "SumEdge", "compile_plan"]
 
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """world = tp * dp; tp is per attention replica; ep divides world; moe_tp = world / ep shards cut each expert."""
-
-    tp: int = 1
-    dp: int = 1
-    ep: int = 1
-
-    @property
-    def world(self) -> int:
-        return self.tp * self.dp
-
-    @property
-    def moe_tp(self) -> int:
-        return self.world // self.ep
-
-    def __post_init__(self) -> None:
-        if min(self.tp, self.dp, self.ep) < 1:
-            raise Refused(f"tp {self.tp}, dp {self.dp}, ep {self.ep}: each must be at least 1")
-        if self.world % self.ep:
-            raise Refused(f"ep {self.ep} does not divide the {self.world} ranks (tp {self.tp} x dp {self.dp})")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choices:
-    """What a user may choose about a plan; the rest follows."""
-
-    ranks: Ranks = Ranks()
-    fuse_shared: bool = False
-    scale_at: str = "weights"  # or "output": multiply the sum by r once, after combine
-    replicate_shared: bool = False  # compute a gathered row's shared slot on every rank instead of its home only
-    weight_format: str | None = None  # checked against the kernel when known
+DEFAULTS = Choices()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +29,7 @@ class Scales:
 
     routed_scale: Fraction  # r
     router: Fraction  # p: already in the weights the router emits
-    plan: Fraction  # a = r / (p b n): multiplied into them here
+    plan: Fraction  # a = r / (p b): multiplied into them here
     kernel: Fraction  # b_kernel: multiplied by the kernel regardless
     finish: Fraction  # b_finish: multiplied once, after combine
     routed_copies: Fraction  # n: must be 1
@@ -137,9 +110,11 @@ class Plan:
         if self.scales.finish != 1:
             y_TD = y_TD * float(self.scales.finish)
         over, beside = self.combine.partial_over, self.beside
-        if shared_TD is None:
+        if (shared_TD is None) != (beside is None):
+            lost = "has a shared expert beside its experts" if beside else "has no shared expert beside its experts"
+            raise ValueError(f"{self.spec.family}: this plan {lost}; finish was given {shared_TD is not None}")
+        if beside is None:
             return y_TD if over is None else _reduced(reduce, y_TD, over)
-        assert beside is not None  # a fused shared expert has no output of its own
         if over == beside.partial_over:
             total_TD = y_TD + shared_TD
             return total_TD if over is None else _reduced(reduce, total_TD, over)
@@ -161,19 +136,24 @@ def compile_plan(
     experts: Experts,
     dispatch: Dispatch,
     placement: Placement,
-    choices: Choices = Choices(),
+    choices: Choices = DEFAULTS,
 ) -> Plan:
     """Compile one layer, or refuse with both names and the remedy.
 
     router is None exactly for kernels that take logits. All scalars are `Fraction`s.
     """
-    for refusal in _refusals(spec, router, experts, dispatch, placement, choices):
+    for refusal in refusals(spec, router, experts, dispatch, placement, choices):
         raise Refused(refusal)
     shared_layout, num_shared = _shared(spec, experts, dispatch, choices)
     drops = bool(num_shared and dispatch.gathers_rows and not choices.replicate_shared)
     scales = _scales(spec, router, experts, dispatch, choices, num_shared, drops)
-    send, receive = _id_edges(router, experts, dispatch, placement, num_shared)
+    send, receive = _id_edges(router, experts, dispatch, placement, shared_layout, num_shared)
     combine, beside = _sum_edges(spec, experts, dispatch, choices, num_shared)
+    if spec.num_identity and combine.partial_over is not None:
+        raise Refused(
+            f"{spec.family} has identity experts and dispatch {dispatch.name} leaves sums partial over "
+            f"{combine.partial_over}: each of its ranks would add x; use --tp 1"
+        )
     return Plan(
         spec=spec, router=router, experts=experts, dispatch=dispatch, placement=placement, ranks=choices.ranks,
         scales=scales, shared_layout=shared_layout, num_shared=num_shared, drops_shared_off_home=drops,
@@ -192,12 +172,12 @@ def _scales(
     kernel = r if experts.multiplies == "routed_scale" else Fraction(1)
     finish = r if choices.scale_at == "output" else Fraction(1)
     ranks = choices.ranks
-    # every routed expert is cut into moe_tp shards, computed by the moe_tp ranks of its owner, each summed once
-    n = Fraction(ranks.moe_tp, ranks.moe_tp)
-    computing = ranks.moe_tp
-    if num_shared and dispatch.gathers_rows and not drops:
-        computing *= ranks.ep  # every rank holds the tail slot and computes it for every gathered row
-    m = Fraction(computing, ranks.moe_tp)
+    # an expert is cut into moe_tp shards; those summed for a row are all where rows are gathered, else the ones on
+    # ranks of the row's own attention replica: no other rank holds it
+    summed = ranks.moe_tp if dispatch.gathers_rows else gcd(ranks.tp, ranks.moe_tp)
+    n = Fraction(summed, ranks.moe_tp)
+    # every rank holds the tail slot, and computes it for every gathered row unless it is dropped off home
+    m = n * ranks.ep if num_shared and dispatch.gathers_rows and not drops else n
     b = kernel * finish
     if num_shared == 0:
         # beside the experts: added after the last multiply, so nothing later touches it
@@ -209,22 +189,32 @@ def _scales(
         routed_scale=r, router=p, plan=r / (p * b), kernel=kernel, finish=finish, routed_copies=n, shared_copies=m,
         shared=shared,
     )  # fmt: skip
-    _prove(spec, scales, fused=num_shared > 0)
+    if n != 1:
+        raise Refused(
+            f"dispatch {dispatch.name} leaves rows on their data-parallel replica, experts {experts.name} are cut over "
+            f"ranks of several (tp {ranks.tp}, dp {ranks.dp}, ep {ranks.ep}): {n} of each output would be summed; "
+            f"use --ep {ranks.world}, or --dispatch allgather"
+        )
+    if router is None and scales.plan != 1:
+        raise Refused(
+            f"experts {experts.name} routes inside the kernel and the weights would need a factor {scales.plan} that "
+            "nobody can apply; use --scale-at weights, or --experts that take routed ids"
+        )
+    _prove(spec, experts, scales, fused=num_shared > 0)
     return scales
 
 
-def _prove(spec: RoutingSpec, s: Scales, *, fused: bool) -> None:
+def _prove(spec: RoutingSpec, experts: Experts, s: Scales, *, fused: bool) -> None:
     """The two identities of the scaling law, exactly; and what has no consistent plan is refused."""
-    if s.routed_copies != 1:
-        raise Refused(f"{spec.family}: {s.routed_copies} copies of each routed output would be summed; must be 1")
     if s.router * s.plan * s.later * s.routed_copies != s.routed_scale:
         raise AssertionError(f"routed coefficient {s.folded * s.later} is not the scale {s.routed_scale}")
     if fused and s.shared * s.later * s.shared_copies != 1:
         raise AssertionError(f"shared coefficient {s.shared * s.later * s.shared_copies} is not 1")
     if spec.weight_at is WeightAt.INPUT and (s.later != 1 or (fused and s.shared != 1)):
         raise Refused(
-            f"{spec.family} weighs the expert's input; a factor of {s.later} on its output is not the same: "
-            "use --scale-at weights and an expert kernel that multiplies nothing"
+            f"{spec.family} weighs the expert's input; experts {experts.name} or the plan would multiply its output by "
+            f"{s.later} and its {s.shared_copies} shared copies by {s.shared}, which is not the same: use --scale-at "
+            "weights without --replicate-shared, and --experts torch"
         )
 
 
@@ -240,23 +230,24 @@ def _shared(spec: RoutingSpec, experts: Experts, dispatch: Dispatch, choices: Ch
 
 
 def _id_edges(
-    router: Router | None, experts: Experts, dispatch: Dispatch, placement: Placement, num_shared: int
-) -> tuple[IdEdge, IdEdge]:
+    router: Router | None, experts: Experts, dispatch: Dispatch, placement: Placement, layout: SharedLayout,
+    num_shared: int,
+) -> tuple[IdEdge, IdEdge]:  # fmt: skip
     """router -> dispatch and dispatch -> experts: id space, dtype and the padding rule of each."""
     source = f"router {router.name}" if router else "gate logits"
     exchange, kernel = f"dispatch {dispatch.name}", f"experts {experts.name}"
     per_rank = placement.slots_per_rank + num_shared
-    first = (dispatch.accepts or experts.accepts)[0]
+    shared_ids = num_shared if layout is SharedLayout.GLOBAL_TAIL else num_shared * placement.num_ranks
+    first, at_kernel = pads_of(experts, dispatch)
     note = "logits of padded rows are set to 0 and their outputs dropped" if router is None else ""
     send = IdEdge(
         source=source, target=exchange, pad=first, id_space="physical", id_dtype=dispatch.id_dtype or experts.id_dtype,
-        weight_dtype=experts.weight_dtype, num_slots=per_rank * placement.num_ranks, note=note,
+        weight_dtype=experts.weight_dtype, num_slots=placement.num_slots + shared_ids, note=note,
     )  # fmt: skip
     arriving = dispatch.emits or first
-    meets = arriving in experts.accepts
     receive = IdEdge(
-        source=exchange, target=kernel, pad=arriving if meets else experts.accepts[0],
-        converted_from=None if meets else arriving, id_space="local", id_dtype=experts.id_dtype,
+        source=exchange, target=kernel, pad=at_kernel,
+        converted_from=None if at_kernel == arriving else arriving, id_space="local", id_dtype=experts.id_dtype,
         weight_dtype=experts.weight_dtype, num_slots=per_rank,
         note="" if dispatch.weights == "carried" else "weights stay home; combine multiplies",
     )  # fmt: skip
@@ -269,150 +260,17 @@ def _sum_edges(
     """experts -> finish and shared -> finish: whole, or a partial sum over which group; reduced at most once."""
     ranks = choices.ranks
     if not dispatch.gathers_rows:
-        group = "moe_tp" if ranks.moe_tp > 1 else None
+        group, size = "moe_tp", ranks.moe_tp
     elif ranks.dp > 1:
-        group = None  # the exchange's reduce-scatter is the one reduction
+        group, size = "", 1  # the exchange's reduce-scatter is the one reduction
     else:
-        group = "world" if ranks.world > 1 else None  # rows are replicated: one all-reduce, in finish
-    combine = SumEdge(source=f"experts {experts.name} via {dispatch.name}", target="finish", partial_over=group)
+        group, size = "world", ranks.world  # rows are replicated: one all-reduce, in finish
+    combine = SumEdge(
+        source=f"experts {experts.name} via {dispatch.name}", target="finish", partial_over=group if size > 1 else None
+    )
     if spec.shared is None or num_shared:
         return combine, None
     gate = " after its sigmoid gate" if spec.shared.gate is SharedGate.SIGMOID else ""
-    over = "dense_tp" if ranks.tp > 1 else None
-    if group == "world" and ranks.tp == ranks.world:
-        over = "world"  # the same ranks: add first, reduce once
+    # both groups are runs of neighbouring ranks: of one size they are the same, so finish adds first and reduces once
+    over = None if ranks.tp == 1 else group if size == ranks.tp else "dense_tp"
     return combine, SumEdge(source="shared expert", target="finish", partial_over=over, note=f"added once{gate}")
-
-
-def _refusals(
-    spec: RoutingSpec, router: Router | None, experts: Experts, dispatch: Dispatch, placement: Placement,
-    choices: Choices,
-) -> list[str]:  # fmt: skip
-    """Every reason why these parts cannot meet, each naming both sides and the remedy."""
-    return [
-        *_size_refusals(spec, experts, dispatch, placement, choices),
-        *_router_refusals(spec, router, experts, dispatch, placement),
-        *_kernel_refusals(spec, experts, dispatch),
-        *_shared_refusals(spec, experts, dispatch, choices),
-    ]
-
-
-def _size_refusals(
-    spec: RoutingSpec, experts: Experts, dispatch: Dispatch, placement: Placement, choices: Choices
-) -> list[str]:
-    found, ranks = [], choices.ranks
-    if choices.scale_at not in ("weights", "output"):
-        found.append(f"--scale-at {choices.scale_at}: must be weights or output")
-    if placement.num_experts != spec.num_experts:
-        found.append(f"the placement holds {placement.num_experts} experts, {spec.family} has {spec.num_experts}")
-    if placement.num_ranks != ranks.ep:
-        found.append(f"the placement is for {placement.num_ranks} ranks, --ep is {ranks.ep}")
-    if ranks.ep > 1 and not dispatch.spans_ranks:
-        found.append(f"dispatch {dispatch.name} stays on one rank, --ep is {ranks.ep}; use --dispatch allgather")
-    width, rest = divmod(spec.expert_intermediate, ranks.moe_tp)
-    if rest or width % experts.alignment:
-        found.append(
-            f"experts {experts.name} needs shards that are multiples of {experts.alignment}; expert width "
-            f"{spec.expert_intermediate} over {ranks.moe_tp} tensor-parallel shards is not; raise --ep or lower --tp"
-        )
-    for part in (experts, dispatch):
-        limit = part.max_top_k
-        if limit is not None and spec.top_k > limit:
-            found.append(
-                f"{part.name} handles top-k up to {limit}, {spec.family} has {spec.top_k}; use another backend"
-            )
-    if experts.max_slots is not None and placement.slots_per_rank > experts.max_slots:
-        found.append(
-            f"experts {experts.name} holds up to {experts.max_slots} slots a rank, the placement puts "
-            f"{placement.slots_per_rank} there; raise --ep"
-        )
-    if dispatch.hidden_sizes is not None and spec.hidden not in dispatch.hidden_sizes:
-        sizes = ", ".join(map(str, sorted(dispatch.hidden_sizes)))
-        found.append(f"dispatch {dispatch.name} is built for hidden sizes {sizes}; {spec.family} has {spec.hidden}")
-    return found
-
-
-def _router_refusals(
-    spec: RoutingSpec, router: Router | None, experts: Experts, dispatch: Dispatch, placement: Placement
-) -> list[str]:
-    if router is None:
-        found = []
-        if not experts.takes_logits:
-            found.append(f"experts {experts.name} takes routed ids; name a router")
-        if dispatch.spans_ranks and not dispatch.gathers_rows:
-            found.append(
-                f"experts {experts.name} routes inside the kernel, dispatch {dispatch.name} needs ids before it sends; "
-                "use --dispatch local or allgather, or experts that take routed ids"
-            )
-        if placement.has_replicas:
-            found.append(f"experts {experts.name} routes inside the kernel and knows no replicas; use --redundant 0")
-        if spec.kind not in experts.folds:
-            kinds = ", ".join(sorted(experts.folds))
-            found.append(f"experts {experts.name} routes {kinds} inside the kernel; {spec.family} is {spec.kind}")
-        return found
-    if experts.takes_logits:
-        return [
-            f"experts {experts.name} routes inside the kernel; router {router.name} has nothing to feed: drop --router"
-        ]
-    found = []
-    if router.kinds is not None and spec.kind not in router.kinds:
-        found.append(f"router {router.name} does not compute {spec.kind} ({spec.family}); use --router torch")
-    if router.max_top_k is not None and spec.top_k > router.max_top_k:
-        found.append(f"router {router.name} handles top-k up to {router.max_top_k}, {spec.family} has {spec.top_k}")
-    return found
-
-
-def _kernel_refusals(spec: RoutingSpec, experts: Experts, dispatch: Dispatch) -> list[str]:
-    found = []
-    if spec.activation not in experts.activations:
-        found.append(f"experts {experts.name} has no {spec.activation.value} activation, which {spec.family} needs")
-    if spec.has_expert_bias and not experts.expert_bias:
-        found.append(f"experts {experts.name} adds no expert biases, which {spec.family} has; use --experts torch")
-    if spec.weight_at not in experts.weight_at:
-        found.append(f"experts {experts.name} weighs the output, {spec.family} weighs the input; use --experts torch")
-    if spec.weight_at is WeightAt.INPUT and dispatch.weights == "at_combine":
-        found.append(
-            f"dispatch {dispatch.name} weighs at combine, {spec.family} weighs the input; use another exchange"
-        )
-    if dispatch.weights == "at_combine" and experts.weighs == "always":
-        found.append(
-            f"dispatch {dispatch.name} multiplies by the weights at combine, experts {experts.name} always does too: "
-            "the weights would count twice; use deepep_normal, or experts whose weighing can be switched off"
-        )
-    if dispatch.weights == "carried" and experts.weighs == "never":
-        found.append(
-            f"dispatch {dispatch.name} combines without weights and experts {experts.name} never applies them: the "
-            "weights would be lost; use deepep_low_latency, or experts that weigh"
-        )
-    if dispatch.layout not in experts.layouts:
-        found.append(
-            f"dispatch {dispatch.name} delivers {dispatch.layout.value}, experts {experts.name} takes "
-            f"{', '.join(sorted(x.value for x in experts.layouts))}; use another --dispatch or --experts"
-        )
-    return found
-
-
-def _shared_refusals(spec: RoutingSpec, experts: Experts, dispatch: Dispatch, choices: Choices) -> list[str]:
-    found = []
-    formats = sorted(experts.formats)
-    if choices.weight_format is not None and choices.weight_format not in experts.formats:
-        found.append(f"experts {experts.name} reads {', '.join(formats)}; the checkpoint is {choices.weight_format}")
-    if not choices.fuse_shared:
-        return found
-    if spec.shared is None:
-        found.append(f"--fuse-shared: {spec.family} has no shared expert; drop the flag")
-    elif spec.num_shared_slots is None:
-        found.append(
-            f"--fuse-shared: the shared expert is {spec.shared.intermediate} wide, not a multiple of the routed "
-            f"experts' {spec.expert_intermediate}; use --no-fuse-shared"
-        )
-    elif not experts.shared_layouts & dispatch.shared_layouts - {SharedLayout.NONE}:
-        found.append(
-            f"--fuse-shared: experts {experts.name} holds shared slots as {_names(experts)}, dispatch "
-            f"{dispatch.name} as {_names(dispatch)}; use --no-fuse-shared"
-        )
-    return found
-
-
-def _names(part: Experts | Dispatch) -> str:
-    return " or ".join(sorted(x.value for x in part.shared_layouts))

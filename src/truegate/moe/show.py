@@ -17,7 +17,7 @@ from truegate.law.order import Routed, decode, realise, to_local
 from truegate.law.placement import place
 from truegate.law.plan import Choices, IdEdge, Plan, Ranks
 from truegate.law.select import select
-from truegate.law.spec import SelectOn
+from truegate.law.spec import SelectOn, SharedGate
 from truegate.moe.backends import choose, compile_layer
 
 
@@ -103,7 +103,9 @@ def example(plan: Plan) -> dict[str, Any]:
     )  # fmt: skip
     home = plan.placement.num_ranks - 1
     emitted_TK = weights_TK * float(plan.scales.router)
-    routed = realise(plan, ids_TK, emitted_TK, home_T=np.array([home]))
+    gated = spec.shared is not None and spec.shared.gate is SharedGate.SIGMOID
+    gate_T = np.array([0.5]) if gated else None
+    routed = realise(plan, ids_TK, emitted_TK, home_T=np.array([home]), shared_gate_T=gate_T)
     return {
         "home_rank": home,
         "logical_ids": ids_TK[0].tolist(),
