@@ -56,7 +56,7 @@ class Engine:
         )
         self.scheduler = Scheduler(limits)
         pool = parts.model.make_pool(parts.num_pages, config.page_size)
-        self.runner = Runner(parts.model, pool, self.scheduler.table, config.page_size)
+        self.runner = Runner(parts.model, pool, self.scheduler.table, config)
         self._answers: dict[str, list[Sequence]] = {}  # live ones, by request
         self._order = 0
         self._outbox: list[StepOutput] = []

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from truegate.cache.pages import PageTable
+from truegate.config import EngineConfig
 from truegate.engine.sampler import Described, Sampler, describe
 from truegate.moe.recorder import Recorder
 from truegate.sched.scheduler import Chunk
@@ -54,11 +55,12 @@ class ExpertLoad:
 class Runner:
     """Owns the model, its pool, and the sampler."""
 
-    def __init__(self, model: Any, pool: Any, table: PageTable, page_size: int) -> None:
+    def __init__(self, model: Any, pool: Any, table: PageTable, config: EngineConfig) -> None:
         self.model = model
         self.pool = pool
         self.table = table
-        self.page_size = page_size
+        self.page_size = config.page_size
+        self.runs_ahead = config.overlap  # the next step takes its tokens from last_token_buf
         self.device = torch.device(model.device)
         num_slots = table.array.shape[0]
         self.sampler = Sampler(model.vocab_size, num_slots, self.device)
@@ -84,8 +86,9 @@ class Runner:
             if sampled:
                 logits_SV = logits_MV[: len(sampled)]
                 launched.tokens_S, launched.described = self.sampler.sample(logits_SV, sampled)
-                slots = self._tensor([one.slot for one in sampled])
-                self.last_token_buf.index_copy_(0, slots, launched.tokens_S)
+                if self.runs_ahead:
+                    slots = self._tensor([one.slot for one in sampled])
+                    self.last_token_buf.index_copy_(0, slots, launched.tokens_S)
             launched.prompt_described = _describe_prompts(prompts, logits_MV[len(sampled) :])
         return launched
 
@@ -123,7 +126,7 @@ class Runner:
         context_lens = [chunk.start + chunk.size for chunk in chunks]
         num_rows, width = len(token_ids), -(-max(context_lens) // size)
         slots = [chunk.sequence.slot for chunk in chunks]
-        token_ids_T = self._tensor(token_ids)
+        token_ids_T, positions_T, slots_T = self._tensor([token_ids, positions, cache_slots]).unbind(0)
         if unknown:
             rows, unknown_slots = zip(*unknown, strict=True)
             token_ids_T[self._tensor(rows)] = self.last_token_buf[self._tensor(unknown_slots)]
@@ -131,10 +134,10 @@ class Runner:
             self._always_valid = torch.ones(2 * num_rows, dtype=torch.bool, device=self.device)
         batch = Batch(
             token_ids_T=token_ids_T,
-            positions_T=self._tensor(positions),
+            positions_T=positions_T,
             valid_T=self._always_valid[:num_rows],
-            slots_T=self._tensor(cache_slots),
-            page_table_NP=torch.from_numpy(self.table.array[slots, :width]).to(self.device, non_blocking=True),
+            slots_T=slots_T,
+            page_table_NP=self._on_device(self.table.array[slots, :width]),
             query_lens=[chunk.size for chunk in chunks],
             context_lens=context_lens,
             logit_rows_M=self._tensor(sample_rows + prompt_rows),
@@ -142,7 +145,11 @@ class Runner:
         return batch, sampled, prompts
 
     def _tensor(self, values: Any) -> torch.Tensor:
-        return torch.from_numpy(np.array(values, dtype=np.int64)).to(self.device, non_blocking=True)
+        return self._on_device(np.array(values, dtype=np.int64))
+
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
 
 
 def _prompt_rows(chunk: Chunk) -> int:

@@ -3,6 +3,8 @@
 Invariant: a model whose self-test failed is never returned.
 """
 
+import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ import torch
 
 from truegate.config import EngineConfig, ModelFacts, fit, free_host_bytes, resolve
 from truegate.engine.tokenizer import Tokenizer
-from truegate.errors import UserError
+from truegate.errors import TruegateError, UserError
 from truegate.hub import model_folder
+from truegate.law.plan import Choices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +33,26 @@ class Parts:
 def load_parts(config: EngineConfig) -> Parts:
     """Everything `Engine` needs, from the files of `config.model`."""
     from truegate.models import load_model
+    from truegate.models.load import LoadOptions
 
     config = resolve(config, cuda=torch.cuda.is_available())
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     folder = model_folder(config.model)
     tokenizer = Tokenizer(folder)
-    model = load_model(folder, dtype=_dtype(config, folder), device=config.device)
+    measured: list[str] = []
+    with Progress(folder.name) as progress:
+        options = LoadOptions(
+            experts=config.experts or "torch",
+            dispatch=config.dispatch or "local",
+            router=config.router,
+            choices=Choices(fuse_shared=bool(config.fuse_shared), scale_at=config.scale_at or "weights"),
+            before_fill=(lambda model: measured.append(measure(model))) if config.self_test else None,
+            progress=progress,
+        )
+        model = load_model(folder, dtype=_dtype(config, folder), device=config.device, options=options)
+    if config.fault is not None:
+        plant_everywhere(model, config.fault)
     config, num_pages = fit(config, facts_of(model))
     return Parts(
         config=config,
@@ -44,7 +60,67 @@ def load_parts(config: EngineConfig) -> Parts:
         tokenizer=tokenizer,
         eos_token_ids=tokenizer.eos_token_ids,
         num_pages=num_pages,
+        self_test=measured[0] if measured else None,
     )
+
+
+def measure(model: Any) -> str | None:
+    """The self-test of the first MoE layer, in its own buffers before the checkpoint fills them; its one line."""
+    from truegate.moe.selftest import self_test
+
+    if not model.moe_layers:
+        return None
+    report = self_test(model.moe_layers[0])
+    if not report.ok:
+        raise SelfTestFailed(f"self-test failed, so nothing is served: {report.sentence}")
+    return f"passed in {report.seconds:.2f} s: {report.sentence}"
+
+
+def plant_everywhere(model: Any, name: str) -> None:
+    """Make every MoE layer wrong in the named way: what `--fault` asks for."""
+    from truegate.law.faults import named
+    from truegate.moe.plant import plant
+
+    if not model.moe_layers:
+        raise UserError(f"fault {name}: this model has no MoE layer to plant it in")
+    for layer in model.moe_layers:
+        plant(layer, named(name))
+
+
+class SelfTestFailed(TruegateError):
+    """What was measured is not what the model defines."""
+
+
+class Progress:
+    """A bar over the bytes of a checkpoint, where somebody can see it and it takes long enough to show."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._bar: Any = None
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None:
+            self._bar = _byte_bar(self.name, total)
+        if self._bar:
+            self._bar.update(done - self._bar.n)
+
+
+def _byte_bar(name: str, total: int) -> Any:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return False
+    return tqdm(
+        total=total, desc=f"loading {name}", unit="B", unit_scale=True, unit_divisor=1024, dynamic_ncols=True,
+        disable=not sys.stderr.isatty(), delay=0.5,
+    )  # fmt: skip
 
 
 def facts_of(model: Any) -> ModelFacts:
@@ -54,8 +130,6 @@ def facts_of(model: Any) -> ModelFacts:
 
 
 def _dtype(config: EngineConfig, folder: Path) -> torch.dtype:
-    import json
-
     name = config.dtype
     if name is None:
         stated = json.loads((folder / "config.json").read_text())
