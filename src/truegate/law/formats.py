@@ -117,7 +117,7 @@ class SafetensorsFile:
             if size > min(_MAX_HEADER, path.stat().st_size):
                 raise UserError(f"{path}: not a safetensors file (header of {size} bytes)")
             try:
-                header = json.loads(file.read(size))
+                header = json.loads(file.read(size), object_pairs_hook=self._once)
             except ValueError:
                 raise UserError(f"{path}: not a safetensors file (its header is not JSON)") from None
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
@@ -125,8 +125,25 @@ class SafetensorsFile:
             self._base = 8 + size
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
+    def _once(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
+        """An object of the header, refusing a name that comes twice (JSON readers keep the last silently)."""
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise UserError(f"{self.path}: {twice} occurs twice in the header")
+        return found
+
     def names(self) -> list[str]:
-        return list(self._entries)
+        """Every tensor, in the order of its bytes in the file."""
+        return sorted(self._entries, key=lambda name: self._entries[name]["data_offsets"])
+
+    def release(self, name: str) -> None:
+        """Give the tensor's pages back to the system: what was mapped counts as resident until then."""
+        first, end = self._entries[name]["data_offsets"]
+        start = (self._base + first) // mmap.PAGESIZE * mmap.PAGESIZE
+        if hasattr(mmap, "MADV_DONTNEED") and end > first:
+            self._map.madvise(mmap.MADV_DONTNEED, start, self._base + end - start)
 
     def spec(self, name: str) -> TensorSpec:
         entry = self._entries[name]
@@ -157,7 +174,12 @@ class Checkpoint:
         if not files:
             raise UserError(f"{folder}: no safetensors file; give a folder in Hugging Face layout")
         self._files = [SafetensorsFile(folder / name) for name in files]
-        self._where = {name: file for file in self._files for name in file.names()}
+        self._where: dict[str, SafetensorsFile] = {}
+        for file in self._files:
+            for name in file.names():
+                if name in self._where:
+                    raise UserError(f"{folder}: {name} is in both {self._where[name].path.name} and {file.path.name}")
+                self._where[name] = file
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
@@ -171,6 +193,10 @@ class Checkpoint:
     def read(self, name: str) -> NDArray:
         """One tensor by name, without a copy."""
         return self._file(name).read(name)
+
+    def release(self, name: str) -> None:
+        """Unmap one tensor's bytes; reading it again maps them again."""
+        self._file(name).release(name)
 
     def _file(self, name: str) -> SafetensorsFile:
         if name not in self._where:

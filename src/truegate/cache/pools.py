@@ -1,0 +1,54 @@
+"""Paged key/value pools: what attention layers write to and read from.
+
+Invariant: page 0 belongs to nobody; padded rows write there and nothing reads it. A slot is page * page_size + offset.
+L layers, P pages, B page size (tokens), H key/value heads, C latent width, R rotary width, T rows, S slots read.
+"""
+
+import torch
+
+from truegate.errors import UserError
+
+
+class Pool:
+    """One tensor [L, P, B, width]: a token's row holds everything its layer's attention will read again."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        if num_pages < 2 or page_size < 1:
+            raise UserError(
+                f"a pool of {num_pages} pages of {page_size} tokens: page 0 is a sink, give at least 2 pages"
+            )
+        self.num_pages, self.page_size, self.width = num_pages, page_size, width
+        self.data = torch.zeros(num_layers, num_pages, page_size, width, dtype=dtype, device=device)
+        self._rows = [layer.view(num_pages * page_size, width) for layer in self.data.unbind(0)]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+    def rows(self, layer: int) -> torch.Tensor:
+        """The layer's rows [P * B, width], indexed by slot."""
+        return self._rows[layer]
+
+    def write(self, layer: int, slots_T: torch.Tensor, rows_TW: torch.Tensor) -> None:
+        self._rows[layer].index_copy_(0, slots_T, rows_TW)
+
+    def read(self, layer: int, slots_S: torch.Tensor) -> torch.Tensor:
+        """rows_SW, gathered."""
+        return self._rows[layer].index_select(0, slots_S)
+
+
+class MHAPool(Pool):
+    """Row: the token's H keys (rotated), then its H values; width = 2 * H * head_dim."""
+
+
+class MLAPool(Pool):
+    """Row: the token's normed latent (C), then its rotated key part (R), shared by all heads; width = C + R."""

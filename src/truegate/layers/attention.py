@@ -1,0 +1,89 @@
+"""Multi-head and grouped-query attention over a paged pool.
+
+Invariant: y_T = residual_T + W_o concat_h softmax_{s <= t}(scale * q_Th . k_sh) v_sh, for any mix of decode and chunks.
+T rows, Q rows of a sequence, N sequences, S slots, H query heads, K key/value heads, G = H / K, E head size, D hidden.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from truegate.cache.pools import Pool
+from truegate.layers.layout import Chunk, DecodeGroup, StepLayout
+from truegate.layers.linear import Linear
+from truegate.layers.norm import RMSNorm
+from truegate.layers.rope import rotate_
+
+
+class Attention(nn.Module):
+    """qkv is one matrix of H + 2K heads; the rotated keys and the values of a row are one row of the pool."""
+
+    def __init__(
+        self,
+        *,
+        layer: int,
+        hidden: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rotary_dim: int,
+        qkv_bias: bool,
+        out_bias: bool,
+        qk_norm_eps: float | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.layer, self.head_dim, self.rotary_dim = layer, head_dim, rotary_dim
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.scale = head_dim**-0.5
+        self.qkv = Linear(hidden, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias, dtype=dtype, device=device)
+        self.out = Linear(num_heads * head_dim, hidden, bias=out_bias, dtype=dtype, device=device)
+        self.qk_norm = None
+        if qk_norm_eps is not None:
+            self.qk_norm = RMSNorm((num_heads + num_kv_heads, head_dim), qk_norm_eps, dtype=dtype, device=device)
+
+    def forward(self, x_TD: torch.Tensor, residual_TD: torch.Tensor, step: StepLayout, pool: Pool) -> torch.Tensor:
+        qkv = self.qkv(x_TD)
+        heads = qkv.view(step.num_rows, -1, self.head_dim)
+        rotated = heads[:, : self.num_heads + self.num_kv_heads]
+        if self.qk_norm is not None:
+            self.qk_norm.apply_(rotated)
+        rotate_(rotated[..., : self.rotary_dim], step.rotations_T1R)
+        kv = qkv[:, self.num_heads * self.head_dim :]
+        pool.write(self.layer, step.slots_T, kv)
+        return self.out(self._attend(heads[:, : self.num_heads], kv, step, pool), residual_TD)
+
+    def _attend(self, q_THE: torch.Tensor, kv_TW: torch.Tensor, step: StepLayout, pool: Pool) -> torch.Tensor:
+        whole = step.whole()
+        if isinstance(whole, DecodeGroup):
+            return self._decode(q_THE, whole, pool)
+        if isinstance(whole, Chunk):
+            return self._chunk(q_THE, kv_TW, whole, pool)
+        y_TX = q_THE.new_zeros(step.num_rows, self.num_heads * self.head_dim)  # padded rows stay 0
+        for group in step.decodes:
+            y_TX[group.rows] = self._decode(q_THE[group.rows], group, pool)
+        for chunk in step.chunks:
+            rows = slice(chunk.start, chunk.stop)
+            y_TX[rows] = self._chunk(q_THE[rows], kv_TW[rows], chunk, pool)
+        return y_TX
+
+    def _decode(self, q_NHE: torch.Tensor, group: DecodeGroup, pool: Pool) -> torch.Tensor:
+        """The G queries that share a key head are its "rows", so that no key is repeated."""
+        kv = pool.read(self.layer, group.slots_S).view(group.size, group.length, 2, self.num_kv_heads, self.head_dim)
+        k_NKSE, v_NKSE = kv.permute(2, 0, 3, 1, 4).unbind(0)
+        q_NKGE = q_NHE.unflatten(1, (self.num_kv_heads, -1))
+        bias = None if group.bias_N1S is None else group.bias_N1S.unsqueeze(1)
+        y_NKGE = F.scaled_dot_product_attention(q_NKGE, k_NKSE, v_NKSE, attn_mask=bias, scale=self.scale)
+        return y_NKGE.reshape(group.size, -1)
+
+    def _chunk(self, q_QHE: torch.Tensor, kv_QW: torch.Tensor, chunk: Chunk, pool: Pool) -> torch.Tensor:
+        rows = kv_QW if chunk.slots_S is None else pool.read(self.layer, chunk.slots_S)
+        kv = rows.unflatten(-1, (2, self.num_kv_heads, 1, self.head_dim))
+        groups = self.num_heads // self.num_kv_heads
+        k_KGSE, v_KGSE = kv.permute(1, 2, 3, 0, 4).expand(-1, -1, groups, -1, -1).unbind(0)
+        q_KGQE = q_QHE.unflatten(1, (self.num_kv_heads, -1)).permute(1, 2, 0, 3)
+        y_KGQE = F.scaled_dot_product_attention(
+            q_KGQE, k_KGSE, v_KGSE, attn_mask=chunk.bias_QS, is_causal=chunk.bias_QS is None, scale=self.scale
+        )
+        return y_KGQE.permute(2, 0, 1, 3).reshape(chunk.stop - chunk.start, -1)

@@ -1,0 +1,40 @@
+"""Linear maps whose weights are several of the checkpoint's matrices stacked, and the dense gated MLP.
+
+Invariant: y_TO = x_TI W_OI^T + b_O. Stacking is done at load, so one product replaces two or three.
+T rows, I input width, O output width, D hidden, F intermediate.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Linear(nn.Module):
+    """y = x W^T + b, or residual + x W^T + b; weight [O, I] in the run dtype."""
+
+    def __init__(
+        self, num_in: int, num_out: int, *, bias: bool = False, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Buffer(torch.empty(num_out, num_in, dtype=dtype, device=device))
+        self.bias = nn.Buffer(torch.empty(num_out, dtype=dtype, device=device)) if bias else None
+
+    def forward(self, x_TI: torch.Tensor, residual_TO: torch.Tensor | None = None) -> torch.Tensor:
+        if residual_TO is None:
+            return F.linear(x_TI, self.weight, self.bias)
+        y_TO = torch.addmm(residual_TO, x_TI, self.weight.t())
+        return y_TO if self.bias is None else y_TO.add_(self.bias)
+
+
+class GatedMLP(nn.Module):
+    """y_TD = residual_TD + W_down (silu(W_gate x) * W_up x); gate and up are one matrix [2F, D]."""
+
+    def __init__(self, hidden: int, intermediate: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.intermediate = intermediate
+        self.gate_up = Linear(hidden, 2 * intermediate, dtype=dtype, device=device)
+        self.down = Linear(intermediate, hidden, dtype=dtype, device=device)
+
+    def forward(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
+        gate_TF, up_TF = self.gate_up(x_TD).split(self.intermediate, dim=-1)
+        return self.down(F.silu(gate_TF).mul_(up_TF), residual_TD)

@@ -1,0 +1,145 @@
+"""Multi-head latent attention (DeepSeek-V2/V3) over a paged pool of latents.
+
+Invariant: the pool holds (latent_C normed | k_rope_R rotated) per token; every head's key is (W_uk latent | k_rope) and
+its value W_uv latent. Two orders of the same products: expanded (keys and values per head) and absorbed (W_uk moved to
+the query, W_uv to the output, so that all heads share one key); the cheaper is chosen from the sizes of each part.
+T rows, Q rows of a sequence, N sequences, S slots, H heads, C latent, R rotary, U nope, V value size, D hidden.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from truegate.cache.pools import Pool
+from truegate.layers.layout import Chunk, DecodeGroup, StepLayout
+from truegate.layers.linear import Linear
+from truegate.layers.norm import RMSNorm
+from truegate.layers.rope import rotate_
+
+
+class MLA(nn.Module):
+    """Projections are stacked so that one view holds what is rotated together and another what the pool keeps.
+
+    With a query latent: `down` rows (q latent | latent C | k_rope R), `up` rows (q_nope H*U | q_rope H*R). Without:
+    `down` rows (q_nope H*U | latent C | k_rope R | q_rope H*R), no `up`.
+    """
+
+    def __init__(
+        self,
+        *,
+        layer: int,
+        hidden: int,
+        num_heads: int,
+        q_rank: int | None,
+        kv_rank: int,
+        nope_dim: int,
+        rope_dim: int,
+        value_dim: int,
+        scale: float,
+        bias: bool,
+        norm_eps: float,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        place = {"dtype": dtype, "device": device}
+        self.layer, self.num_heads, self.q_rank, self.kv_rank = layer, num_heads, q_rank, kv_rank
+        self.nope_dim, self.rope_dim, self.value_dim, self.scale = nope_dim, rope_dim, value_dim, scale
+        q_rows = num_heads * (nope_dim + rope_dim)
+        self.down = Linear(hidden, (q_rank or q_rows) + kv_rank + rope_dim, bias=bias, **place)
+        self.up = Linear(q_rank, q_rows, **place) if q_rank else None
+        self.q_norm = RMSNorm((q_rank,), norm_eps, **place) if q_rank else None
+        self.kv_norm = RMSNorm((kv_rank,), norm_eps, **place)
+        self.kv_up = nn.Buffer(torch.empty(num_heads, nope_dim + value_dim, kv_rank, **place))
+        self.out = Linear(num_heads * value_dim, hidden, bias=bias, **place)
+
+    def forward(self, x_TD: torch.Tensor, residual_TD: torch.Tensor, step: StepLayout, pool: Pool) -> torch.Tensor:
+        q_nope, q_rope, latent = self._project(x_TD, step)
+        pool.write(self.layer, step.slots_T, latent)
+        return self.out(self._attend(q_nope, q_rope, latent, step, pool), residual_TD)
+
+    def _project(self, x_TD: torch.Tensor, step: StepLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q_nope_THU, q_rope_THR and the pool's rows_TW (views of the fused projections, normed and rotated there)."""
+        nope, kv, rope = self.num_heads * self.nope_dim, self.kv_rank, self.rope_dim
+        down = self.down(x_TD)
+        if self.up is None:
+            q_nope, latent, rotated = down[:, :nope], down[:, nope : nope + kv + rope], down[:, nope + kv :]
+            rotate_(rotated.unflatten(1, (-1, rope)), step.rotations_T1R)  # k_rope, then the heads' q_rope
+            q_rope = rotated[:, rope:]
+        else:
+            q_latent, latent = down[:, : self.q_rank], down[:, self.q_rank :]
+            up = self.up(self.q_norm(q_latent))
+            q_nope, q_rope = up[:, :nope], up[:, nope:]
+            rotate_(q_rope.unflatten(1, (-1, rope)), step.rotations_T1R)
+            rotate_(latent[:, kv:].unflatten(1, (-1, rope)), step.rotations_T1R)
+        self.kv_norm.apply_(latent[:, :kv])
+        return q_nope.unflatten(1, (self.num_heads, -1)), q_rope.unflatten(1, (self.num_heads, -1)), latent
+
+    def _attend(
+        self, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, step: StepLayout, pool: Pool
+    ) -> torch.Tensor:
+        whole = step.whole()
+        if isinstance(whole, DecodeGroup):
+            return self._decode(q_nope, q_rope, whole, pool)
+        if isinstance(whole, Chunk):
+            return self._chunk(q_nope, q_rope, latent, whole, pool)
+        y_TX = q_nope.new_zeros(step.num_rows, self.num_heads * self.value_dim)  # padded rows stay 0
+        for group in step.decodes:
+            y_TX[group.rows] = self._decode(q_nope[group.rows], q_rope[group.rows], group, pool)
+        for chunk in step.chunks:
+            rows = slice(chunk.start, chunk.stop)
+            y_TX[rows] = self._chunk(q_nope[rows], q_rope[rows], latent[rows], chunk, pool)
+        return y_TX
+
+    def _decode(self, q_nope: torch.Tensor, q_rope: torch.Tensor, group: DecodeGroup, pool: Pool) -> torch.Tensor:
+        """Absorbed: the H queries of a sequence are rows of one attention over its latents."""
+        rows_NSW = pool.read(self.layer, group.slots_S).view(group.size, group.length, -1)
+        q_NHW = self._absorb(q_nope, q_rope)
+        if group.bias_N1S is None:
+            scores_NHS = torch.bmm(q_NHW, rows_NSW.transpose(1, 2)).mul_(self.scale)
+        else:
+            scores_NHS = torch.baddbmm(group.bias_N1S, q_NHW, rows_NSW.transpose(1, 2), alpha=self.scale)
+        mixed_NHC = torch.bmm(scores_NHS.softmax(-1), rows_NSW[..., : self.kv_rank])
+        return self._values(mixed_NHC.transpose(0, 1))
+
+    def _absorb(self, q_nope_THU: torch.Tensor, q_rope_THR: torch.Tensor) -> torch.Tensor:
+        """q_THW = (q_nope W_uk | q_rope): scores against the pool's rows as they are."""
+        q_HTC = torch.bmm(q_nope_THU.transpose(0, 1), self.kv_up[:, : self.nope_dim])
+        return torch.cat((q_HTC.transpose(0, 1), q_rope_THR), dim=-1)
+
+    def _values(self, mixed_HTC: torch.Tensor) -> torch.Tensor:
+        """y_TX = concat_h W_uv mixed."""
+        y_HTV = torch.bmm(mixed_HTC, self.kv_up[:, self.nope_dim :].transpose(1, 2))
+        return y_HTV.transpose(0, 1).reshape(mixed_HTC.shape[1], -1)
+
+    def _chunk(
+        self, q_nope: torch.Tensor, q_rope: torch.Tensor, latent_QW: torch.Tensor, chunk: Chunk, pool: Pool
+    ) -> torch.Tensor:
+        rows_SW = latent_QW if chunk.slots_S is None else pool.read(self.layer, chunk.slots_S)
+        if self._prefers_absorbed(chunk.stop - chunk.start, chunk.context):
+            q_HQW = self._absorb(q_nope, q_rope).transpose(0, 1)
+            keys = rows_SW.expand(1, self.num_heads, -1, -1)
+            # values as wide as keys keep the fused kernel; the rotary tail of the mix is dropped
+            y_HQW = self._attention(q_HQW.unsqueeze(0), keys, keys, chunk)
+            return self._values(y_HQW[..., : self.kv_rank])
+        kv_SHX = F.linear(rows_SW[:, : self.kv_rank], self.kv_up.flatten(0, 1)).unflatten(1, (self.num_heads, -1))
+        q_QHE = torch.cat((q_nope, q_rope), dim=-1)
+        k_rope = rows_SW[:, None, self.kv_rank :].expand(-1, self.num_heads, -1)
+        k_SHE = torch.cat((kv_SHX[..., : self.nope_dim], k_rope), dim=-1)
+        v_SHE = F.pad(kv_SHX[..., self.nope_dim :], (0, q_QHE.shape[-1] - self.value_dim))
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q_QHE, k_SHE, v_SHE))
+        y_HQE = self._attention(q, k, v, chunk)
+        return y_HQE[..., : self.value_dim].transpose(0, 1).reshape(chunk.stop - chunk.start, -1)
+
+    def _attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+        bias = chunk.bias_QS
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None, scale=self.scale)
+        return y.squeeze(0)
+
+    def _prefers_absorbed(self, num_rows: int, context: int) -> bool:
+        """Multiply-adds of the two orders, per head, for `num_rows` queries over `context` slots."""
+        width = self.nope_dim + self.rope_dim
+        expanded = context * self.kv_rank * (self.nope_dim + self.value_dim) + num_rows * context * 2 * width
+        absorbed = num_rows * self.kv_rank * (self.nope_dim + self.value_dim)
+        absorbed += num_rows * context * 2 * (self.kv_rank + self.rope_dim)
+        return absorbed < expanded
