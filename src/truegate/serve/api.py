@@ -146,6 +146,7 @@ def health_body(service: Service) -> dict[str, Any]:
         "fault": {"name": stats.fault, "warning": "this engine was told to be wrong"}
         if stats and stats.fault
         else None,
+        "answers_in_flight": client.open_answers,
         "engine": {
             "pid": client.pid,
             "running": stats.running if stats else 0,

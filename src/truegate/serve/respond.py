@@ -112,12 +112,11 @@ async def _events(
         out = []
         for answer, piece in came:
             counts = _usage(job) if body.continuous_usage else None
-            choices = [shape.delta(answer, piece)]
+            opening = None
             if answer.index not in begun:
                 begun.add(answer.index)
                 opening = shape.opening(answer)
-                choices.insert(0, dump(opening) if opening is not None else None)
-            for choice in choices:
+            for choice in (dump(opening) if opening is not None else None, shape.delta(answer, piece)):
                 if choice is not None:
                     out.append(writer.chunk(choice, counts))
                     writer = plain

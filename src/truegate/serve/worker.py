@@ -39,6 +39,7 @@ class EngineLike(Protocol):
 
     config: EngineConfig
     tokenizer: Any
+    model_config: dict[str, Any]
 
     def add(self, request: Request) -> None: ...
     def cancel(self, request_id: str) -> None: ...
@@ -63,7 +64,7 @@ class Worker:
         self.channel.send(
             Ready(
                 config=self.engine.config,
-                vocab_size=self.engine.tokenizer.vocab_size,
+                vocab_size=self.engine.model_config.get("vocab_size") or self.engine.tokenizer.vocab_size,
                 stats=self.engine.stats(),
             )
         )

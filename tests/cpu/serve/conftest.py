@@ -1,4 +1,4 @@
-"""Servers in their own processes: `fake` runs the scripted engine of fake_engine.py, shared by a module's tests."""
+"""Servers in their own processes: `fake` runs the scripted engine of fake_engine.py and is shared by all tests."""
 
 import json
 import os
@@ -73,8 +73,21 @@ class Server:
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=10)
 
-    def post(self, path: str, body: object) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=30)
+    def post(self, path: str, body: object, key: str = "none") -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=30)
+
+    def send_raw(self, path: str, body: object, key: str = "none") -> socket.socket:
+        """A connection that has sent a whole request and read nothing."""
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        connection.sendall(head.encode() + content)
+        return connection
+
+    def in_flight(self) -> int:
+        return self.get("/health").json()["answers_in_flight"]
 
     def health(self) -> int | None:
         try:
@@ -111,9 +124,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("fake-model"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def launch(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
-    """Start servers with these ServeOptions; all are stopped at the end of the module."""
+    """Start servers with these ServeOptions; all are stopped at the end."""
     started: list[Server] = []
 
     def start(*, wait: bool = True, env: dict[str, str] | None = None, engine: dict | None = None, **options) -> Server:
@@ -139,6 +152,6 @@ def launch(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         server.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fake(launch: Callable[..., Server]) -> Server:
     return launch()
