@@ -145,8 +145,10 @@ def compile_plan(
     for refusal in refusals(spec, router, experts, dispatch, placement, choices):
         raise Refused(refusal)
     shared_layout, num_shared = _shared(spec, experts, dispatch, choices)
-    drops = bool(num_shared and dispatch.gathers_rows and not choices.replicate_shared)
-    scales = _scales(spec, router, experts, dispatch, choices, num_shared, drops)
+    gathered_tail = shared_layout is SharedLayout.GLOBAL_TAIL and dispatch.gathers_rows
+    drops = gathered_tail and not choices.replicate_shared
+    replicas = choices.ranks.ep if gathered_tail and not drops else 1
+    scales = _scales(spec, router, experts, dispatch, choices, num_shared, replicas)
     send, receive = _id_edges(router, experts, dispatch, placement, shared_layout, num_shared)
     combine, beside = _sum_edges(spec, experts, dispatch, choices, num_shared)
     if spec.num_identity and combine.partial_over is not None:
@@ -164,8 +166,9 @@ def compile_plan(
 
 def _scales(
     spec: RoutingSpec, router: Router | None, experts: Experts, dispatch: Dispatch, choices: Choices, num_shared: int,
-    drops: bool,
+    replicas: int,
 ) -> Scales:  # fmt: skip
+    """The scaling law; replicas is how many expert-parallel ranks compute a row's shared slot."""
     r = spec.scale
     folded = experts.takes_logits if router is None else router.factor_in(spec)
     p = r if folded else Fraction(1)
@@ -176,8 +179,7 @@ def _scales(
     # ranks of the row's own attention replica: no other rank holds it
     summed = ranks.moe_tp if dispatch.gathers_rows else gcd(ranks.tp, ranks.moe_tp)
     n = Fraction(summed, ranks.moe_tp)
-    # every rank holds the tail slot, and computes it for every gathered row unless it is dropped off home
-    m = n * ranks.ep if num_shared and dispatch.gathers_rows and not drops else n
+    m = n * replicas
     b = kernel * finish
     if num_shared == 0:
         # beside the experts: added after the last multiply, so nothing later touches it
@@ -197,8 +199,8 @@ def _scales(
         )
     if router is None and scales.plan != 1:
         raise Refused(
-            f"experts {experts.name} routes inside the kernel and the weights would need a factor {scales.plan} that "
-            "nobody can apply; use --scale-at weights, or --experts that take routed ids"
+            f"experts {experts.name} routes inside the kernel, where nobody can apply the factor {scales.plan} that "
+            f"{spec.family}'s weights would need; use --scale-at weights, or --experts that take routed ids"
         )
     _prove(spec, experts, scales, fused=num_shared > 0)
     return scales
@@ -219,14 +221,16 @@ def _prove(spec: RoutingSpec, experts: Experts, s: Scales, *, fused: bool) -> No
 
 
 def _shared(spec: RoutingSpec, experts: Experts, dispatch: Dispatch, choices: Choices) -> tuple[SharedLayout, int]:
-    """Where the fused shared slots sit, per rank if the exchange can, and how many there are."""
+    """Where the fused shared slots sit and how many: per rank if the exchange can, at the tail to be replicated."""
     if not choices.fuse_shared or spec.shared is None:
         return SharedLayout.NONE, 0
     common = experts.shared_layouts & dispatch.shared_layouts - {SharedLayout.NONE}
     slots = spec.num_shared_slots
     assert slots is not None  # refused before
-    layout = SharedLayout.PER_RANK if SharedLayout.PER_RANK in common and dispatch.spans_ranks else None
-    return layout or next(x for x in (SharedLayout.GLOBAL_TAIL, SharedLayout.PER_RANK) if x in common), slots
+    order = [SharedLayout.GLOBAL_TAIL, SharedLayout.PER_RANK]
+    if dispatch.spans_ranks and not choices.replicate_shared:
+        order.reverse()
+    return next(x for x in order if x in common), slots
 
 
 def _id_edges(

@@ -100,7 +100,8 @@ def _logits_refusals(spec: RoutingSpec, experts: Experts, dispatch: Dispatch, pl
         )
     if not placement.is_identity:
         found.append(
-            f"experts {experts.name} routes inside the kernel and knows no replicas or moved experts; use --redundant 0"
+            f"experts {experts.name} routes inside the kernel, the placement holds replicas or moved experts that it "
+            "knows nothing of; use --redundant 0"
         )
     if spec.num_identity:
         found.append(
@@ -200,8 +201,8 @@ def _shared_refusals(spec: RoutingSpec, experts: Experts, dispatch: Dispatch, ch
         found.append(f"--fuse-shared: {spec.family} has no shared expert; use --no-fuse-shared")
     elif spec.num_shared_slots is None:
         found.append(
-            f"--fuse-shared: the shared expert is {spec.shared.intermediate} wide, not a multiple of the routed "
-            f"experts' {spec.expert_intermediate}; use --no-fuse-shared"
+            f"--fuse-shared: {spec.family}'s shared expert is {spec.shared.intermediate} wide, not a multiple of its "
+            f"routed experts' {spec.expert_intermediate}; use --no-fuse-shared"
         )
     elif not common:
         found.append(
@@ -223,10 +224,10 @@ def _shared_refusals(spec: RoutingSpec, experts: Experts, dispatch: Dispatch, ch
             f"--fuse-shared: dispatch {dispatch.name} sends rows to the ranks of their ids, a tail slot as experts "
             f"{experts.name} has it is on no one rank; use --no-fuse-shared"
         )
-    if choices.replicate_shared and not dispatch.gathers_rows:
+    if choices.replicate_shared and not (dispatch.gathers_rows and SharedLayout.GLOBAL_TAIL in common):
         found.append(
-            f"--replicate-shared: dispatch {dispatch.name} brings {spec.family}'s rows to one shared slot only; drop "
-            "the flag, or use --dispatch allgather"
+            f"--replicate-shared: dispatch {dispatch.name} brings {spec.family}'s rows to one shared slot of experts "
+            f"{experts.name} only; drop the flag, or use --dispatch allgather"
         )
     return found
 
