@@ -16,6 +16,9 @@ try:
 except ImportError:  # asked for only when a request brings a schema
     llguidance = None
 
+# Written as json.dumps does: with free whitespace a small model can fill the whole answer with newlines.
+_STYLE = {"lenient": False, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
 
 class Grammars:
     """Compiles schemas for one tokenizer; holds the thread pool that fills masks."""
@@ -33,7 +36,7 @@ class Grammars:
     def compile(self, schema: str) -> "Grammar":
         """A fresh matcher; UserError if any part of the schema cannot be honoured."""
         try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={"lenient": False})
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_STYLE)
         except ValueError as error:
             raise UserError(f"json_schema is not JSON: {error}") from None
         is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self.tokens)
