@@ -22,6 +22,7 @@ BODY_LIMIT = 64 * 2**20  # a reply larger than this is no answer
 RETRY_STATUS = (429, 500, 502, 503, 504)
 BACKOFF_S = 0.5
 MAX_WAIT_S = 30.0
+CONNECT_S = 30.0
 RESERVED = ("model", "messages", "prompt", "max_tokens", "temperature", "top_p", "stop", "stream", "n")
 
 
@@ -62,42 +63,44 @@ def base_url(url: str) -> str:
 
 
 class Client:
-    """A pool of connections to one server and one model, sized to the concurrency."""
+    """Asks one model of one server; every worker holds a connection of its own.
 
-    def __init__(self, *, url: str, model: str, mode: Mode, concurrency: int, timeout_s: float, retries: int, key: str):
+    A shared pool looks through all its connections for every request: at 128 of them that costs more than the request.
+    """
+
+    def __init__(self, *, url: str, model: str, mode: Mode, timeout_s: float, retries: int, key: str):
         self._url = f"{base_url(url)}/{'chat/completions' if mode == 'chat' else 'completions'}"
         self._model, self._mode, self._timeout_s, self._retries = model, mode, timeout_s, retries
-        limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-        timeout = httpx.Timeout(timeout_s, connect=min(30.0, timeout_s), pool=None)
-        self._http = httpx.AsyncClient(limits=limits, timeout=timeout, headers=_headers(key), trust_env=True)
+        self._headers = _headers(key)
+        self._tls = httpx.create_ssl_context()  # made once: it takes longer than a request
 
-    async def close(self) -> None:
-        """Close every connection."""
-        await self._http.aclose()
+    def connection(self) -> httpx.AsyncClient:
+        """One connection, opened with the first request and kept for the next ones."""
+        limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
+        timeout = httpx.Timeout(self._timeout_s, connect=min(CONNECT_S, self._timeout_s))
+        return httpx.AsyncClient(verify=self._tls, limits=limits, timeout=timeout, headers=self._headers)
 
-    async def ask(self, item: Item, sampling: Sampling) -> Reply:
+    async def ask(self, http: httpx.AsyncClient, item: Item, sampling: Sampling) -> Reply:
         """The reply to one item; overload, server errors and lost connections are tried again, nothing else is."""
         started = time.monotonic()
         wait = BACKOFF_S
         for attempt in range(self._retries + 1):
-            reply, again = await self._once(item, sampling)
+            reply, again = await self._once(http, self._body(item, sampling))
             if again is None or attempt == self._retries:
                 break
             await asyncio.sleep(min(MAX_WAIT_S, max(wait, again)))
             wait *= 2
         return _timed(reply, time.monotonic() - started)
 
-    async def _once(self, item: Item, sampling: Sampling) -> tuple[Reply, float | None]:
+    def _body(self, item: Item, sampling: Sampling) -> dict[str, Any]:
+        asked = {"messages": item.messages()} if self._mode == "chat" else {"prompt": item.input}
+        return {"model": self._model, **asked, **sampling.fields()}
+
+    async def _once(self, http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[Reply, float | None]:
         """(reply, seconds the server asks to wait before another try, or None where another try is of no use)."""
-        body: dict[str, Any] = {"model": self._model}
-        if self._mode == "chat":
-            body["messages"] = item.messages()
-        else:
-            body["prompt"] = item.input
-        body |= sampling.fields()
         try:
             async with asyncio.timeout(self._timeout_s):
-                status, headers, content = await self._post(body)
+                status, headers, content = await self._post(http, body)
         except (TimeoutError, httpx.TimeoutException):
             return Reply(error=f"timeout: no reply within {self._timeout_s:g} s"), None
         except httpx.ConnectError as error:
@@ -111,8 +114,8 @@ class Client:
             return Reply(error=f"http: {status} {_error_text(content)}"), again
         return read_body(content, self._mode), None
 
-    async def _post(self, body: dict[str, Any]) -> tuple[int, httpx.Headers, bytes]:
-        async with self._http.stream("POST", self._url, json=body) as response:
+    async def _post(self, http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[int, httpx.Headers, bytes]:
+        async with http.stream("POST", self._url, json=body) as response:
             parts, size = [], 0
             async for part in response.aiter_bytes():
                 size += len(part)

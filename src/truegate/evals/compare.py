@@ -57,7 +57,7 @@ class Comparison:
     repeats: tuple[int, int]
     worse: int  # items whose mean score fell: b of the formulas when each is asked once
     better: int
-    psi: float
+    psi: float  # share of items that changed, with 0.5 added to each cell of the table
     difference: float
     difference_ci: Interval
     p: float
@@ -151,7 +151,7 @@ def compare_runs(a: Run, b: Run, rule: Rule, *, force: bool = False, seed: int =
         repeats=repeats,
         worse=worse,
         better=better,
-        psi=(worse + better) / n,
+        psi=psi,
         difference=math.fsum(differences) / n,
         difference_ci=interval,
         p=p,
@@ -241,7 +241,9 @@ def _needed(left: Groups, right: Groups, differences: list[float], psi: float, o
         return items_needed(psi, rule)
     within = [sum(_variance(g) for g in side) / len(side) for side in (left, right)]
     repeats = _repeats(left), _repeats(right)
-    observed = _spread(differences)
+    n = len(differences)  # the variance of the differences, with the two pseudo-items of their interval
+    mean = math.fsum(differences) / (n + 2)
+    observed = (math.fsum(d * d for d in differences) + 1) / (n + 2) - mean * mean
     between = max(0.0, observed - within[0] / repeats[0] - within[1] / repeats[1])
     return repeats_sample_size(
         rule.margin, between=between, within=(within[0], within[1]), repeats=repeats, alpha=rule.alpha, power=rule.power

@@ -8,11 +8,12 @@ Invariant: a field that a dump lacks stays unknown (None), it is never guessed.
 
 import json
 import re
+import struct
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from truegate.errors import UserError
 from truegate.evals.score import Asked, Record, Reply, outcome_of, score
@@ -21,6 +22,7 @@ from truegate.evals.tasks import read_jsonl
 FILTERS = ("flexible-extract", "strict-match", "none")  # lm-eval's, in the order in which one is chosen
 METRICS = ("exact_match", "acc", "pass@1")
 CORRECT_VALUES = ("C", 1, True, "1", "1.0", "correct", "CORRECT")
+ZIP_ZSTD = 93
 STOP_REASONS = {"max_tokens": "length", "model_length": "length"}
 
 
@@ -122,17 +124,36 @@ def inspect_json(path: Path) -> tuple[str, list[Record]]:
 
 def inspect_archive(path: Path) -> tuple[str, list[Record]]:
     """(task, records) of an inspect .eval archive."""
-    remedy = "write it as JSON with `inspect log convert --to json`"
     try:
-        with zipfile.ZipFile(path) as archive:
-            names = [n for n in archive.namelist() if n.startswith("samples/") and n.endswith(".json")]
-            header = json.loads(archive.read("header.json")) if "header.json" in archive.namelist() else {}
-            records = [_inspect_sample(json.loads(archive.read(name)), path) for name in names]
-    except NotImplementedError:
-        raise UserError(f"{path} is packed in a way this Python cannot read (zstd): {remedy}") from None
-    except (zipfile.BadZipFile, OSError, ValueError) as error:
-        raise UserError(f"{path}: not a readable inspect archive ({error}): {remedy}") from None
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            members = {m.filename: m for m in archive.infolist()}
+            names = [n for n in members if n.startswith("samples/") and n.endswith(".json")]
+            header = json.loads(_member(archive, file, members["header.json"])) if "header.json" in members else {}
+            records = [_inspect_sample(json.loads(_member(archive, file, members[name])), path) for name in names]
+    except ImportError:
+        remedy = "`pip install zstandard`, or write the log as JSON with `inspect log convert --to json`"
+        raise UserError(f"{path} is packed with zstd, which this Python cannot read: {remedy}") from None
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise UserError(f"{path}: not a readable inspect archive ({error})") from None
     return str(header.get("eval", {}).get("task", path.stem)), records
+
+
+def _member(archive: zipfile.ZipFile, file: BinaryIO, member: zipfile.ZipInfo) -> bytes:
+    """A member's bytes; those packed with zstd, which zipfile knows from Python 3.14 on only, are unpacked here."""
+    if member.compress_type != ZIP_ZSTD:
+        return archive.read(member)
+    import zstandard
+
+    file.seek(member.header_offset)
+    name_size, extra_size = struct.unpack("<26x2H", file.read(30))
+    file.seek(member.header_offset + 30 + name_size + extra_size)
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(
+            file.read(member.compress_size), read_across_frames=True
+        ) as stream:
+            return bytes(stream.read())
+    except zstandard.ZstdError as error:
+        raise ValueError(str(error)) from None
 
 
 def _inspect_sample(sample: Any, path: Path) -> Record:

@@ -111,15 +111,16 @@ class Scale:
     things: tuple[int, int]
     start: tuple[int, int]
     change: tuple[int, int]
+    plain: bool = False  # only gains and losses
 
 
 SCALES: tuple[tuple[int, Scale], ...] = (
-    (3, Scale(people=(1, 1), things=(1, 1), start=(3, 30), change=(2, 12))),
-    (6, Scale(people=(1, 2), things=(1, 1), start=(5, 60), change=(2, 30))),
-    (12, Scale(people=(2, 3), things=(1, 2), start=(10, 120), change=(2, 60))),
-    (20, Scale(people=(3, 4), things=(1, 2), start=(20, 250), change=(3, 90))),
-    (28, Scale(people=(3, 4), things=(2, 2), start=(50, 400), change=(5, 150))),
-    (10**9, Scale(people=(4, 4), things=(2, 2), start=(50, 400), change=(5, 150))),
+    (3, Scale(people=(1, 1), things=(1, 1), start=(3, 30), change=(2, 12), plain=True)),
+    (6, Scale(people=(1, 2), things=(1, 1), start=(5, 60), change=(2, 20))),
+    (12, Scale(people=(2, 2), things=(1, 2), start=(10, 90), change=(2, 40))),
+    (20, Scale(people=(2, 3), things=(1, 2), start=(10, 150), change=(2, 60))),
+    (28, Scale(people=(3, 3), things=(2, 2), start=(20, 200), change=(3, 90))),
+    (10**9, Scale(people=(3, 4), things=(2, 2), start=(20, 200), change=(3, 90))),
 )
 BALANCE_LIMIT = 999
 
@@ -161,10 +162,10 @@ def plain_sum(rng: random.Random, *, split: Split) -> Problem:
         high = rng.choice((20, 100, 100, 1000))
         a, b = rng.randrange(high), rng.randrange(high)
         if sign == "*":
-            a, b = rng.randrange(100), rng.randrange(2, 10)
+            a, b = rng.randrange(2, 13), rng.randrange(2, 10)
         if sign == "-":
             a, b = max(a, b), min(a, b)
-        if _split_of(f"{a}{sign}{b}") == split:
+        if sign == "*" or _split_of(f"{a}{sign}{b}") == split:  # products are one small table, all of it taught
             break
     value = {"+": a + b, "-": a - b, "*": a * b}[sign]
     question = rng.choice(SUMS[sign]).format(a=a, b=b)
@@ -234,11 +235,13 @@ class _Ledger:
         return self.rng.choice(OPENINGS) + " ".join(sentences)
 
     def _state(self) -> str:
-        return "; ".join(f"{t} " + ", ".join(f"{a} {self.balance[a, t]}" for a in self.people) for t in self.things)
+        return ", ".join(f"{a} {t} = {self.balance[a, t]}" for a in self.people for t in self.things)
 
     def _event(self) -> tuple[str, str]:
         """The next event as (clause, working), after it has changed the balances; its words are new in this problem."""
-        kinds = [self._gain] * 5 + [self._loss] * 5 + [self._pack, self._double, self._half]
+        kinds = [self._gain] * 5 + [self._loss] * 5
+        if not self.scale.plain:
+            kinds += [self._pack, self._double, self._half]
         if len(self.people) > 1:
             kinds += [self._move] * 8 + [self._match] * 2
         while True:
@@ -254,37 +257,38 @@ class _Ledger:
 
     def _gain(self, a: str, t: str) -> _Event:
         n, old = self.rng.randint(*self.scale.change), self.balance[a, t]
-        return self._say(GAINS, a=a, n=n, t=t), f"{old} + {n} = {old + n}", {(a, t): old + n}
+        return self._say(GAINS, a=a, n=n, t=t), f"{a} {t} {old} + {n} = {old + n}", {(a, t): old + n}
 
     def _loss(self, a: str, t: str) -> _Event:
         n, old = self.rng.randint(*self.scale.change), self.balance[a, t]
-        return self._say(LOSSES, a=a, n=n, t=t), f"{old} - {n} = {old - n}", {(a, t): old - n}
+        return self._say(LOSSES, a=a, n=n, t=t), f"{a} {t} {old} - {n} = {old - n}", {(a, t): old - n}
 
     def _move(self, a: str, t: str) -> _Event:
         b = self._other(a)
         n, old, other = self.rng.randint(*self.scale.change), self.balance[a, t], self.balance[b, t]
-        working = f"{old} - {n} = {old - n} and {other} + {n} = {other + n}"
+        working = f"{a} {t} {old} - {n} = {old - n}, {b} {t} {other} + {n} = {other + n}"
         return self._say(MOVES, a=a, b=b, n=n, t=t), working, {(a, t): old - n, (b, t): other + n}
 
     def _match(self, a: str, t: str) -> _Event:
         b = self._other(a)
         old, other = self.balance[a, t], self.balance[b, t]
-        return self._say(MATCHES, a=a, b=b, t=t), f"{old} + {other} = {old + other}", {(a, t): old + other}
+        working = f"{b} {t} = {other}, {a} {t} {old} + {other} = {old + other}"
+        return self._say(MATCHES, a=a, b=b, t=t), working, {(a, t): old + other}
 
     def _pack(self, a: str, t: str) -> _Event:
         k, n, old = self.rng.randint(2, 5), self.rng.randint(2, 12), self.balance[a, t]
-        working = f"{k} * {n} = {k * n} and {old} + {k * n} = {old + k * n}"
+        working = f"{k} * {n} = {k * n}, {a} {t} {old} + {k * n} = {old + k * n}"
         return self._say(PACKS, a=a, k=k, n=n, t=t), working, {(a, t): old + k * n}
 
     def _double(self, a: str, t: str) -> _Event:
         old = self.balance[a, t]
-        return self._say(DOUBLES, a=a, t=t), f"{old} + {old} = {2 * old}", {(a, t): 2 * old}
+        return self._say(DOUBLES, a=a, t=t), f"{a} {t} {old} + {old} = {2 * old}", {(a, t): 2 * old}
 
     def _half(self, a: str, t: str) -> _Event | None:
         old = self.balance[a, t]
         if old % 2:
             return None
-        return self._say(HALVES, a=a, t=t), f"{old} / 2 = {old // 2}", {(a, t): old // 2}
+        return self._say(HALVES, a=a, t=t), f"{a} {t} {old} / 2 = {old // 2}", {(a, t): old // 2}
 
     def _say(self, forms: tuple[str, ...], **words: str | int) -> str:
         return self.rng.choice(forms).format(**words)
@@ -303,7 +307,7 @@ class _Ledger:
         if kind < 0.4 or len(self.things) == 1:
             asked, values = self._say(ASK_THING, t=t), [self.balance[b, t] for b in self.people]
         else:
-            asked, values = self._say(ASK_ALL), [self.balance[b, u] for u in self.things for b in self.people]
+            asked, values = self._say(ASK_ALL), [self.balance[b, u] for b in self.people for u in self.things]
         return asked, sum(values), [f"Total: {', '.join(_additions(values))}."]
 
 

@@ -12,7 +12,7 @@ from truegate.evals.score import OUTCOMES
 from truegate.evals.summary import Summary
 
 WIDTH = 720
-LEFT = 96
+LEFT = 52
 RIGHT = 24
 PLOT = WIDTH - LEFT - RIGHT
 BINS = 36
@@ -79,7 +79,7 @@ def length_plot(runs: Sequence[tuple[str, Sequence[int]]], unit: str) -> str:
             bins[min(BINS - 1, int(length / size))] += 1
         counts.append(bins)
     tallest = max(max(bins) for bins in counts) or 1
-    panel, gap, top = 84, 26, 16
+    panel, gap, top = 84, 34, 20
     body, y = [], float(top)
     width = PLOT / BINS
     for i, ((name, lengths), bins) in enumerate(zip(runs, counts, strict=True)):
@@ -95,8 +95,8 @@ def length_plot(runs: Sequence[tuple[str, Sequence[int]]], unit: str) -> str:
         if lengths:
             x = LEFT + sum(lengths) / len(lengths) / size * width
             body += [
-                _line(x, y - 2, x, base, "mean"),
-                _text(x + 5, y + 8, f"mean {sum(lengths) / len(lengths):,.0f}", "small"),
+                _line(x, y - 8, x, base, "mean"),
+                _text(x + 5, y - 6, f"mean {sum(lengths) / len(lengths):,.0f}", "small"),
             ]
         y = base + gap
     y -= gap

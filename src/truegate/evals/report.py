@@ -45,8 +45,8 @@ def points(share: float) -> str:
 
 
 def p_value(p: float) -> str:
-    """`p = 0.031`, or `p < 1e-4` in scientific form."""
-    return f"p = {p:.3f}" if p >= 0.001 else f"p = {p:.1e}"
+    """`p = 0.031`, in scientific form below 0.001; the minus sign keeps it from being broken over two lines."""
+    return f"p = {p:.3f}" if p >= 0.001 else f"p = {p:.1e}".replace("-", "−")  # noqa: RUF001
 
 
 def span(interval: Interval | tuple[float, float], show: Any = percent) -> str:
@@ -107,7 +107,7 @@ def comparison_rows(c: Comparison, rule: Rule) -> list[Row]:
 def _flag_change(flags: Flags, holm: float | None = None) -> str:
     if flags.only_a == flags.only_b == 0:
         return "the same items"
-    text = f"{flags.only_a} items only in A, {flags.only_b} only in B, exact {p_value(flags.p)}"
+    text = f"items only in A: {flags.only_a}, only in B: {flags.only_b}; exact {p_value(flags.p)}"
     return text + (f", Holm {p_value(holm)}" if holm is not None and holm != flags.p else "")
 
 
@@ -136,17 +136,18 @@ def verdict_sentence(c: Comparison, rule: Rule) -> str:
             f"{rule.length_window[0]:g} to {rule.length_window[1]:g}"
         )
     if reasons:
-        return "FAIL: " + "; ".join(reasons) + "."
+        return f"FAIL: {'; '.join(reasons)}."
     if c.verdict is Verdict.PASS:
         return f"PASS: B is not worse than A by {margin} or more. {found}; runaways and length hold."
     if c.accuracy is Verdict.INCONCLUSIVE:
         reasons.append(f"{found}. {_settle(c, rule)}")
     if c.length is Verdict.INCONCLUSIVE:
+        low, high = rule.length_window
         reasons.append(
-            f"the length ratio {c.length_ratio:.2f} is outside {rule.length_window[0]:g} to "
-            f"{rule.length_window[1]:g}, but its {level(rule)} ({c.length_ci.low:.2f} to {c.length_ci.high:.2f}) is not"
+            f"The length ratio {c.length_ratio:.2f} is outside {low:g} to {high:g}, but its {level(rule)}, "
+            f"{c.length_ci.low:.2f} to {c.length_ci.high:.2f}, is not."
         )
-    return "INCONCLUSIVE: " + "; ".join(reasons)
+    return f"INCONCLUSIVE: {' '.join(reasons)}"
 
 
 def _settle(c: Comparison, rule: Rule) -> str:
@@ -156,7 +157,7 @@ def _settle(c: Comparison, rule: Rule) -> str:
         if math.isfinite(c.detectable)
         else f"No fall can be shown with so few pairs at {power}"
     )
-    return f"{can}; {100 * rule.margin:g} pp needs {c.needed or 0:,} items at the ψ = {c.psi:.3f} seen."
+    return f"{can}; {100 * rule.margin:g} pp needs {c.needed or 0:,} items if {percent(c.psi)} of them change, as here."
 
 
 def counts_sentence(c: CountsComparison, rule: Rule) -> str:

@@ -47,23 +47,20 @@ def run(
     guard = _Guard(max(STREAK, concurrency))
 
     async def worker(source: Iterator[tuple[Item, int]]) -> None:
-        for item, repeat in source:  # one iterator for all workers: each pair is taken once
-            reply = await client.ask(item, sampling)
-            asked = Asked(id=item.id, repeat=repeat, prompt_sha=item.sha(), gold=item.gold, extractor=item.extractor)
-            record = score(asked, reply)
-            writer.write(record)
-            records[record.key] = light(record)
-            seen(record)
-            guard.check(record)
+        async with client.connection() as http:
+            for item, repeat in source:  # one iterator for all workers: each pair is taken once
+                reply = await client.ask(http, item, sampling)
+                record = score(_asked(item, repeat), reply)
+                writer.write(record)
+                records[record.key] = light(record)
+                seen(record)
+                guard.check(record)
 
     async def everything() -> None:
         source = iter(plan.pending)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(concurrency, len(plan.pending))):
-                    group.create_task(worker(source))
-        finally:
-            await client.close()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(concurrency, len(plan.pending))):
+                group.create_task(worker(source))
 
     try:
         asyncio.run(everything())
@@ -73,6 +70,10 @@ def run(
             raise
         raise stopped[0] from None
     return list(records.values())
+
+
+def _asked(item: Item, repeat: int) -> Asked:
+    return Asked(id=item.id, repeat=repeat, prompt_sha=item.sha(), gold=item.gold, extractor=item.extractor)
 
 
 class _Guard:

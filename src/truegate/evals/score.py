@@ -28,7 +28,7 @@ class Reply:
     error: str | None = None  # "kind: detail"; kinds: connect, timeout, dropped, http, body
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
     """One scored reply: a line of items.jsonl. Positions are shares of the text, lengths tokens or characters."""
 

@@ -92,7 +92,6 @@ def run_task(request: RunRequest) -> RunOutcome:
             url=url,
             model=model,
             mode=task.mode,
-            concurrency=request.concurrency,
             timeout_s=request.timeout_s,
             retries=request.retries,
             key=request.api_key,

@@ -84,7 +84,7 @@ def summarise(records: Sequence[Record]) -> Summary:
         suspect_rate=share(r.suspect for r in records),
         tokens_total=total,
         tokens_per_answer=total / len(tokens) if tokens else 0.0,
-        tokens_ci=(length.low, length.high) if len(tokens) > 1 else (0.0, float("inf")),
+        tokens_ci=(max(0.0, length.low), length.high) if len(tokens) > 1 else (0.0, float("inf")),
         tokens_from=tokens_source(answered),
         waste_share=sum(r.waste for r in answered) / total if total else 0.0,
         error_rate=share(r.error is not None for r in records),
