@@ -278,6 +278,7 @@ def _hunyuan_v1_moe(keys: Keys, layer: int) -> RoutingSpec | None:
     """s = softmax; w = s / sum s; K (and E) may differ by layer; a shared expert of the routed width."""
     if layer < keys.integer("moe_layer_num_skipped", 0, least=0):
         return None
+    keys.only("norm_topk_prob", True, "transformers always renormalises")
     width = keys.integer("intermediate_size", 11008)
     for key, covered in (("moe_intermediate_size", width), ("num_shared_expert", 1)):
         name, value = keys.value(key, covered)

@@ -7,10 +7,12 @@ transformers. E experts, D hidden, F expert intermediate, T tokens.
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -321,3 +323,22 @@ def test_two_names_of_one_key_are_read_alike(family):
             specs == specs_of({**rest, other: values[key]}) == specs_of({**rest, key: values[key], other: values[key]})
         )
         assert specs != specs_of({**rest, key: values[key] * 2})
+
+
+def test_the_docs_table_every_moe_family_of_transformers():
+    if not transformers.__version__.startswith("5.24."):
+        pytest.skip(f"docs/routing.md tables transformers 5.24, this is {transformers.__version__}")
+    text = (Path(__file__).parents[3] / "docs" / "routing.md").read_text(encoding="utf-8")
+    table = text[text.index("## Every MoE family") :]
+    marks = re.compile(r"num_experts|n_routed_experts|num_local_experts|routed_scaling|DeepseekV3|\"deepseek_v3\"")
+    found = set()
+    for folder in (Path(transformers.__file__).parent / "models").iterdir():
+        files = [*folder.glob("modeling_*.py"), *folder.glob("configuration_*.py")]
+        if any(marks.search(file.read_text(encoding="utf-8")) for file in files):
+            found.add(folder.name)
+    found -= {"auto", "bamba"}  # the registry; a field for MoE that Bamba never uses
+    assert len(found) > 70
+    assert {name for name in found if f"`{name}`" not in table} == set()
+    supported = {t.removesuffix("_text") for family in families() for t in family.model_types} - {"kimi_k2"}
+    row = next(line for line in table.splitlines() if line.endswith("| supported | above |"))
+    assert set(re.findall(r"`(\w+)`", row)) == supported
