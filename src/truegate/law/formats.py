@@ -112,6 +112,8 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if not path.is_file():
+            raise UserError(f"{path}: no such file; is the download complete?")
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             if size > min(_MAX_HEADER, path.stat().st_size):
@@ -139,11 +141,12 @@ class SafetensorsFile:
         return sorted(self._entries, key=lambda name: self._entries[name]["data_offsets"])
 
     def release(self, name: str) -> None:
-        """Give the tensor's pages back to the system: what was mapped counts as resident until then."""
-        first, end = self._entries[name]["data_offsets"]
-        start = (self._base + first) // mmap.PAGESIZE * mmap.PAGESIZE
-        if hasattr(mmap, "MADV_DONTNEED") and end > first:
-            self._map.madvise(mmap.MADV_DONTNEED, start, self._base + end - start)
+        """Give the file's pages up to this tensor's end back to the system: mapped pages count as resident.
+
+        From the file's start, because a fault maps the pages around it too, those of earlier tensors included.
+        """
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, 0, self._base + self._entries[name]["data_offsets"][1])
 
     def spec(self, name: str) -> TensorSpec:
         entry = self._entries[name]
@@ -195,7 +198,7 @@ class Checkpoint:
         return self._file(name).read(name)
 
     def release(self, name: str) -> None:
-        """Unmap one tensor's bytes; reading it again maps them again."""
+        """Unmap a file's bytes up to the end of this tensor; reading them again maps them again."""
         self._file(name).release(name)
 
     def _file(self, name: str) -> SafetensorsFile:

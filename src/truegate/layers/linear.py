@@ -17,7 +17,8 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = nn.Buffer(torch.empty(num_out, num_in, dtype=dtype, device=device))
-        self.bias = nn.Buffer(torch.empty(num_out, dtype=dtype, device=device)) if bias else None
+        # zeros: a stacked matrix may have parts without a bias in the checkpoint
+        self.bias = nn.Buffer(torch.zeros(num_out, dtype=dtype, device=device)) if bias else None
 
     def forward(self, x_TI: torch.Tensor, residual_TO: torch.Tensor | None = None) -> torch.Tensor:
         if residual_TO is None:

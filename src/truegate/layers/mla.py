@@ -116,7 +116,7 @@ class MLA(nn.Module):
         self, q_nope: torch.Tensor, q_rope: torch.Tensor, latent_QW: torch.Tensor, chunk: Chunk, pool: Pool
     ) -> torch.Tensor:
         rows_SW = latent_QW if chunk.slots_S is None else pool.read(self.layer, chunk.slots_S)
-        if self._prefers_absorbed(chunk.stop - chunk.start, chunk.context):
+        if self.prefers_absorbed(chunk.stop - chunk.start, chunk.context):
             q_HQW = self._absorb(q_nope, q_rope).transpose(0, 1)
             keys = rows_SW.expand(1, self.num_heads, -1, -1)
             # values as wide as keys keep the fused kernel; the rotary tail of the mix is dropped
@@ -126,8 +126,9 @@ class MLA(nn.Module):
         q_QHE = torch.cat((q_nope, q_rope), dim=-1)
         k_rope = rows_SW[:, None, self.kv_rank :].expand(-1, self.num_heads, -1)
         k_SHE = torch.cat((kv_SHX[..., : self.nope_dim], k_rope), dim=-1)
-        v_SHE = F.pad(kv_SHX[..., self.nope_dim :], (0, q_QHE.shape[-1] - self.value_dim))
-        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q_QHE, k_SHE, v_SHE))
+        width = max(self.nope_dim + self.rope_dim, self.value_dim)  # the fused kernel wants one head size
+        parts = (q_QHE, k_SHE, kv_SHX[..., self.nope_dim :])
+        q, k, v = (_widen(part, width).transpose(0, 1).unsqueeze(0) for part in parts)
         y_HQE = self._attention(q, k, v, chunk)
         return y_HQE[..., : self.value_dim].transpose(0, 1).reshape(chunk.stop - chunk.start, -1)
 
@@ -136,10 +137,15 @@ class MLA(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None, scale=self.scale)
         return y.squeeze(0)
 
-    def _prefers_absorbed(self, num_rows: int, context: int) -> bool:
+    def prefers_absorbed(self, num_rows: int, context: int) -> bool:
         """Multiply-adds of the two orders, per head, for `num_rows` queries over `context` slots."""
         width = self.nope_dim + self.rope_dim
         expanded = context * self.kv_rank * (self.nope_dim + self.value_dim) + num_rows * context * 2 * width
         absorbed = num_rows * self.kv_rank * (self.nope_dim + self.value_dim)
         absorbed += num_rows * context * 2 * (self.kv_rank + self.rope_dim)
         return absorbed < expanded
+
+
+def _widen(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Zeros appended to the last dimension: they change neither scores nor the values that are kept."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

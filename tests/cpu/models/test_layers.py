@@ -1,0 +1,117 @@
+"""Rotary frequencies are transformers' own; the orders of products inside attention agree; the pool has a sink."""
+
+import pytest
+import torch
+from transformers import DeepseekV3Config, Qwen3MoeConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
+
+from truegate.cache.pools import MHAPool
+from truegate.errors import UserError
+from truegate.layers.mla import MLA
+from truegate.layers.norm import RMSNorm
+from truegate.layers.rope import interleave_rows, rope_spec, rope_table, rotate_
+from truegate.models import load_model
+
+YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "rope_theta": 10000.0}
+ROPES = [
+    {"rope_type": "default", "rope_theta": 10000.0},
+    {"rope_type": "default", "rope_theta": 5e5},
+    {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    YARN,
+    {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707, "beta_fast": 16, "beta_slow": 2},
+    {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+    {**YARN, "mscale": 1.0},
+    {**YARN, "attention_factor": 1.25},
+    {**YARN, "truncate": False, "factor": 2.5},
+    {**YARN, "factor": 1.0, "mscale_all_dim": 1.0},
+]
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("rope_dim", [16, 64])
+def test_rope_frequencies_and_scales_are_those_of_transformers(rope, rope_dim):
+    config = DeepseekV3Config(
+        hidden_size=64, num_attention_heads=2, num_key_value_heads=2, qk_rope_head_dim=rope_dim, q_lora_rank=8,
+        kv_lora_rank=8, max_position_embeddings=163840, rope_parameters=dict(rope))  # fmt: skip
+    theirs = DeepseekV3RotaryEmbedding(config)
+    ours = rope_spec({"rope_parameters": rope, "max_position_embeddings": 163840}, head_dim=rope_dim)
+    assert torch.allclose(ours.inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
+    assert ours.attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
+    scaling = DeepseekV3Attention(config, 0).scaling
+    assert config.qk_head_dim**-0.5 * ours.softmax_factor == pytest.approx(scaling, rel=1e-12)
+
+
+def test_old_spelling_of_rope_keys_means_the_same():
+    scaling = {k: v for k, v in YARN.items() if k not in ("rope_type", "rope_theta")}
+    old = {"rope_scaling": {"type": "yarn", **scaling}, "rope_theta": 10000.0, "max_position_embeddings": 163840}
+    new = {"rope_parameters": YARN, "max_position_embeddings": 163840}
+    a, b = rope_spec(old, head_dim=64), rope_spec(new, head_dim=64)
+    assert a.inv_freq.equal(b.inv_freq)
+    assert a.attention_factor == b.attention_factor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rotating_pairs_gives_the_scores_of_rotating_halves(dtype):
+    config = Qwen3MoeConfig(head_dim=32, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    positions = torch.tensor([0, 1, 5, 300])
+    cos, sin = Qwen3MoeRotaryEmbedding(config)(torch.zeros(1, dtype=torch.float32), positions[None])
+    q, k = torch.randn(2, 4, 3, 32, generator=torch.Generator().manual_seed(0)).to(dtype).unbind(0)
+
+    def halves(x):
+        return x.float() * cos[0][:, None] + torch.cat((-x[..., 16:], x[..., :16]), -1).float() * sin[0][:, None]
+
+    expected = halves(q) @ halves(k).transpose(-1, -2)
+    rotations = rope_table(rope_spec({}, head_dim=32), 512)[positions][:, None]
+    q, k = q[..., interleave_rows(32)].clone(), k[..., interleave_rows(32)].clone()
+    rotate_(q, rotations)
+    rotate_(k, rotations)
+    found = q.float() @ k.float().transpose(-1, -2)
+    assert torch.allclose(found, expected, atol=40 * torch.finfo(dtype).eps, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(48,), (3, 48)])
+def test_rms_norm_is_its_equation_in_place_and_out_of_place(shape):
+    norm = RMSNorm(shape, 1e-3, dtype=torch.float32, device=torch.device("cpu"))
+    norm.weight.uniform_(0.5, 2)
+    norm.finish_loading()
+    x = torch.randn(5, 3, 48, dtype=torch.float64) * torch.tensor([1e-6, 1e-2, 1, 1e3, 0.0])[:, None, None]
+    expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * norm.weight.double()
+    assert torch.allclose(norm(x.float()).double(), expected, rtol=1e-5, atol=1e-9)
+    wide = torch.full((5, 3, 50), 7.0)  # in place on a view that is part of a wider row
+    wide[..., 1:49] = x
+    norm.apply_(wide[..., 1:49])
+    assert torch.allclose(wide[..., 1:49].double(), expected, rtol=1e-5, atol=1e-9)
+    assert (wide[..., 0] == 7).all()
+    assert (wide[..., 49] == 7).all()
+
+
+def test_latent_attention_takes_the_cheaper_order_of_its_products(checkpoint):
+    """And the parity table's modes go both ways: whole prompts expanded, small chunks over a context absorbed."""
+    attention = load_model(checkpoint("DeepSeek-V3")[1]).blocks[0].attention
+    assert not attention.prefers_absorbed(300, 300)
+    assert attention.prefers_absorbed(9, 64)
+    sizes = {"layer": 0, "hidden": 8, "num_heads": 2, "q_rank": None, "scale": 1.0, "bias": False, "norm_eps": 1e-6}
+    published = MLA(
+        **sizes, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128, dtype=torch.float32, device=torch.device("cpu")
+    )
+    assert not published.prefers_absorbed(4096, 4096)
+    assert published.prefers_absorbed(64, 4096)
+
+
+def test_a_pool_needs_a_page_beside_the_sink():
+    sizes = {"num_layers": 1, "page_size": 4, "width": 2, "dtype": torch.float32, "device": "cpu"}
+    with pytest.raises(UserError, match="page 0"):
+        MHAPool(num_pages=1, **sizes)
+    pool = MHAPool(num_pages=3, **sizes)
+    pool.write(0, torch.tensor([0, 0, 4, 11]), torch.arange(8.0).view(4, 2))
+    assert pool.read(0, torch.tensor([4, 11])).tolist() == [[4, 5], [6, 7]]
+    assert pool.num_bytes == 3 * 4 * 2 * 4
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "GLM-4.5"])
+def test_bytes_per_token_is_what_the_pool_takes(name, checkpoint):
+    model = load_model(checkpoint(name)[1])
+    pool = model.make_pool(5, 8)
+    assert pool.num_bytes == 5 * 8 * model.bytes_per_token
