@@ -198,7 +198,7 @@ def test_every_refusal_names_both_sides_and_a_flag_that_helps():
         assert flags, text
         assert flags <= FLAGS, text
         assert re.search(r"[;:,] (use|drop|add|raise|lower|name|make|place)\b", text), text
-        sides = {case.spec.family, case.experts.name, case.dispatch.name} | (
+        sides = {"the placement", case.spec.family, case.experts.name, case.dispatch.name} | (
             {case.router.name} if case.router else set()
         )
         named = {side for side in sides if re.search(rf"\b{side}\b", text)}
