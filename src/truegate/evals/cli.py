@@ -22,7 +22,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command("run")
 def run_command(
     task: Annotated[str, typer.Argument(help="gsm8k, ledger, longform, or a JSONL of your own.")],
-    url: Annotated[str, typer.Option(help="The server, with or without /v1.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="The server, with or without /v1.")] = "http://127.0.0.1:30000",
     model: Annotated[str | None, typer.Option(help="Default: the first that the server lists.")] = None,
     mode: Annotated[str | None, typer.Option(help="chat (default) or completion.")] = None,
     n: Annotated[int | None, typer.Option(help="Number of items; default: all (ledger: 200).")] = None,
