@@ -57,7 +57,8 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    print(f"| family | dtype | coefficients | max | median | spurious | unreadable | questions | wrong answers |\n{'|---' * 9}|")
+    print("| family | dtype | coefficients | max | median | spurious | unreadable | questions | wrong answers |")
+    print("|---" * 9 + "|")
     with tempfile.TemporaryDirectory() as scratch:
         for family in args.family:
             for dtype in args.dtype:

@@ -11,6 +11,7 @@ import typer
 
 from truegate import __version__
 from truegate.bench import verbs as bench_verbs
+from truegate.canary.cli import app as canary_app
 from truegate.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_USAGE, TruegateError
 from truegate.serve import verbs as serve_verbs
 
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command(rich_help_panel="Engine")(serve_verbs.serve)
 app.command(rich_help_panel="Engine")(serve_verbs.chat)
 app.command(rich_help_panel="Engine")(bench_verbs.bench)
+app.add_typer(canary_app, name="canary", rich_help_panel="Trust")
 
 
 def _version(show: bool) -> None:

@@ -105,7 +105,7 @@ class Sizes:
     """What the user asked for; None takes the real model's value (hidden) or a small default."""
 
     hidden: int | None = None
-    layers: int = 3
+    layers: int | None = None  # None: three with experts, after one dense layer where the family begins with some
     intermediate: int | None = None
     tp: int = 1
     dtype: str = "bfloat16"
@@ -127,7 +127,8 @@ def canary_config(like: Mapping[str, Any], sizes: Sizes, vocab_size: int) -> dic
         raise UserError(f"{family_of(like)}: no canary for this family yet; there are {', '.join(ARCHS)}")
     real = text_config(like)
     hidden = sizes.hidden or real.get("hidden_size") or 512
-    if sizes.layers < 1:
+    layers = sizes.layers if sizes.layers is not None else _three_moe_layers(real | {"hidden_size": hidden}, a)
+    if layers < 1:
         raise UserError("--layers must be at least 1")
     width = sizes.intermediate or 128 * sizes.tp
     if width % (4 * sizes.tp):
@@ -135,7 +136,7 @@ def canary_config(like: Mapping[str, Any], sizes: Sizes, vocab_size: int) -> dic
     heads = _heads(real, a, hidden)
     config: dict[str, Any] = {
         "architectures": [a.architecture], "model_type": a.model_type, "dtype": sizes.dtype,
-        "torch_dtype": sizes.dtype, "hidden_size": hidden, "num_hidden_layers": sizes.layers,
+        "torch_dtype": sizes.dtype, "hidden_size": hidden, "num_hidden_layers": layers,
         "num_attention_heads": heads, "vocab_size": vocab_size, "max_position_embeddings": 8192,
         "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02,
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -144,16 +145,23 @@ def canary_config(like: Mapping[str, Any], sizes: Sizes, vocab_size: int) -> dic
     config |= {k: real[k] for k in (*_ROUTING_KEYS, *a.keep) if k in real and real[k] is not None}
     if "rope_parameters" in config or a.model_type == "gpt_oss":
         config["rope_parameters"] = {"rope_type": "default", "rope_theta": _theta(real), **_partial(config)}
-    _fit(config, a, sizes, width, heads)
+    _fit(config, a, layers, width, heads)
     if sizes.num_experts:
         key = next(k for k in ("n_routed_experts", "num_experts", "num_local_experts") if k in a.routing)
         config[key] = sizes.num_experts
     if all(spec is None for spec in specs_of(config)):
-        raise UserError(f"{sizes.layers} layers of this model hold no MoE layer; give more --layers")
+        raise UserError(f"{layers} layers of this model hold no MoE layer; give more --layers")
     return config
 
 
-def _fit(config: dict[str, Any], a: Arch, sizes: Sizes, width: int, heads: int) -> None:
+def _three_moe_layers(real: Mapping[str, Any], a: Arch) -> int:
+    """Layers of which three hold experts, in the pattern of the real model (its dense beginning cut to one)."""
+    first = min(real.get("first_k_dense_replace", a.routing.get("first_k_dense_replace", 0)) or 0, 1)
+    step = real.get("decoder_sparse_step") or real.get("interleave_moe_layer_step") or 1
+    return first + 3 * step
+
+
+def _fit(config: dict[str, Any], a: Arch, layers: int, width: int, heads: int) -> None:
     """Cut the keys that depend on the number of layers, heads or widths, in place."""
     config[a.expert_width] = width
     if a.dense_width and a.dense_width != a.expert_width:
@@ -165,11 +173,11 @@ def _fit(config: dict[str, Any], a: Arch, sizes: Sizes, width: int, heads: int) 
     else:
         config["num_key_value_heads"] = min(config["num_key_value_heads"], heads)
     if "first_k_dense_replace" in config:
-        config["first_k_dense_replace"] = min(config["first_k_dense_replace"], 1, sizes.layers - 1)
+        config["first_k_dense_replace"] = min(config["first_k_dense_replace"], 1, layers - 1)
     if "mlp_only_layers" in config:
-        config["mlp_only_layers"] = [i for i in config["mlp_only_layers"] if i < sizes.layers]
+        config["mlp_only_layers"] = [i for i in config["mlp_only_layers"] if i < layers]
     if a.model_type == "gpt_oss":
-        config["layer_types"] = [("sliding_attention", "full_attention")[i % 2] for i in range(sizes.layers)]
+        config["layer_types"] = [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
 
 
 def _heads(real: Mapping[str, Any], a: Arch, hidden: int) -> int:

@@ -5,6 +5,7 @@ for that kind of probe. P rows of a table, E experts, S shared experts told apar
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -15,13 +16,14 @@ from truegate.law.select import coefficients
 from truegate.law.spec import Activation, RoutingSpec, SharedGate, WeightAt
 
 Matrix = NDArray[np.float64]
+Gain = Callable[[Callable[[Matrix, Matrix], Matrix], Matrix, Matrix], Matrix]
 
 
 class Kind(StrEnum):
     """How a probe token drives the experts it reaches."""
 
     PLAIN = "plain"  # gate far in its linear range, amplitude 1
-    DIM = "dim"  # gate at 2: the activation function shows
+    DIM = "dim"  # gate at 1: the activation function shows
     EIGHTH = "eighth"  # amplitude 1/8 and 1/3: a scale shared with other rows of a batch shows
     THIRD = "third"
     LOUD_GATE = "loud_gate"  # beyond the clamp, gate side and up side (clamped activations only)
@@ -32,7 +34,7 @@ class Kind(StrEnum):
     FINGERPRINT = "fingerprint"  # read-outs written by the embedding: is this the right checkpoint?
 
 
-AMPLITUDE = {Kind.EIGHTH: 1 / 8, Kind.THIRD: 171 / 512, Kind.LOUD_UP: 16.0}  # 171/512: a third, exact in bf16
+_AMPLITUDE = {Kind.EIGHTH: 1 / 8, Kind.THIRD: 171 / 512, Kind.LOUD_UP: 16.0}  # 171/512: a third, exact in bf16
 NEAR = 2.0**-9
 
 
@@ -43,17 +45,24 @@ class Drive:
     gate: float  # PLAIN
     dim: float  # added to the gate by the DIM code
     loud: float  # added to the gate by the LOUD_GATE code
+    dim_amplitude: float  # with which a DIM probe reads about as much as a PLAIN one
     up: float  # up pre-activation at amplitude 1, without the bias
     up_bias: float
     down: float  # sum of the down weights towards a read-out
     answer_down: float  # the same towards the answer channel, whose gate is 16
 
+    def amplitude(self, kind: Kind) -> float:
+        return self.dim_amplitude if kind is Kind.DIM else _AMPLITUDE.get(kind, 1.0)
+
 
 def drive(spec: RoutingSpec) -> Drive:
     """The gains of this activation: one expert writes `act(gate) * up * down` per unit of amplitude."""
     if spec.activation is Activation.SWIGLU_CLAMP:  # (up + 1) counts: the bias of -1 makes it 0 on other layers
-        return Drive(gate=4.0, dim=-2.0, loud=12.0, up=1.0, up_bias=-1.0, down=0.25, answer_down=0.125)
-    return Drive(gate=16.0, dim=-14.0, loud=0.0, up=1 / 16, up_bias=0.0, down=1.0, answer_down=1.0)
+        return Drive(
+            gate=4.0, dim=-3.0, dim_amplitude=4.0, loud=12.0, up=1.0, up_bias=-1.0, down=0.25, answer_down=0.125
+        )
+    return Drive(gate=16.0, dim=-15.0, dim_amplitude=16.0, loud=0.0, up=1 / 16, up_bias=0.0, down=1.0,
+                 answer_down=1.0)  # fmt: skip
 
 
 def activate(activation: Activation, gate: Matrix, clamp: float | None, slope: float) -> Matrix:
@@ -75,27 +84,26 @@ class Unit:
     clamp: float | None
     up_offset: float  # (up + offset): 1 for the clamped activation
     slope: float  # of the sigmoid: 1 for silu
-    swapped: bool = False  # gate and up exchanged
+    gain: Gain | None = None  # (act, gate, up) -> output, where it is not act(gate, up)
 
     def output(self, spec: RoutingSpec, kind: Kind, c_in: Matrix) -> Matrix:
         """What an expert writes into its read-out for an input multiplied by c_in."""
         d = drive(spec)
         shift = {Kind.DIM: d.dim, Kind.LOUD_GATE: d.loud}.get(kind, 0.0)
         gate = (d.gate + shift) * c_in
-        up = d.up * AMPLITUDE.get(kind, 1.0) * c_in + d.up_bias
-        if self.swapped:
-            gate, up = up, gate
+        up = d.up * d.amplitude(kind) * c_in + d.up_bias
+        return (self.gain(self._act, gate, up) if self.gain else self._act(gate, up)) * d.down
+
+    def _act(self, gate: Matrix, up: Matrix) -> Matrix:
         if self.clamp is not None:
             up = np.clip(up, -self.clamp, self.clamp)
-        return activate(self.activation, gate, self.clamp, self.slope) * (up + self.up_offset) * d.down
+        return activate(self.activation, gate, self.clamp, self.slope) * (up + self.up_offset)
 
     def answer(self, spec: RoutingSpec, amplitude: float, c_in: float) -> float:
         """What an asked expert writes into the answer channel; its gate is 16 when layer and reader both match."""
         d = drive(spec)
         gate, up = np.array(16.0 * c_in), np.array(amplitude * d.up * c_in + d.up_bias)
-        if self.clamp is not None:
-            up = np.clip(up, -self.clamp, self.clamp)
-        return float(activate(self.activation, gate, self.clamp, self.slope) * (up + self.up_offset) * d.answer_down)
+        return float(self._act(gate, up) * d.answer_down)
 
 
 def unit_of(spec: RoutingSpec) -> Unit:

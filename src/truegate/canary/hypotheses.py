@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from truegate.canary.definition import Kind, Layer, Matrix, Unit, readings, unit_of
+from truegate.law.fault import Fault, faulty_select
+from truegate.law.faults import FAULTS
 from truegate.law.select import coefficients, select
 from truegate.law.spec import Activation, Denominator, GroupScore, RoutingSpec, Score, SelectOn, SharedGate, WeightAt
 
@@ -117,6 +119,7 @@ def deviations(layer: Layer) -> Iterator[Deviation]:
     yield from _weights(layer.spec)
     yield from _scales(layer.spec)
     yield from _units(layer.spec)
+    yield from _catalogued(layer.spec)
 
 
 def _selection(s: RoutingSpec) -> Iterator[Deviation]:
@@ -131,7 +134,7 @@ def _selection(s: RoutingSpec) -> Iterator[Deviation]:
             yield Deviation(name=name, axis="select", spec=replace(s, groups=replace(s.groups, score=other)))
         if s.groups.fill != 0.0:
             filled = replace(s, groups=replace(s.groups, fill=0.0))
-            yield Deviation(name="masked-groups-zero", axis="select", spec=filled)
+            yield Deviation(name="group-fill-zero", axis="select", spec=filled)
     if s.has_selection_bias:
         yield Deviation(name="bias-ignored", axis="select", no_bias=True)
     if s.top_k > 1:
@@ -150,7 +153,7 @@ def _selection(s: RoutingSpec) -> Iterator[Deviation]:
 def _weights(s: RoutingSpec) -> Iterator[Deviation]:
     if s.denominator is Denominator.NONE:
         if s.top_k > 1:
-            yield Deviation(name="renormalised", axis="weight", spec=replace(s, denominator=Denominator.SUM))
+            yield Deviation(name="renormalise-added", axis="weight", spec=replace(s, denominator=Denominator.SUM))
     else:
         raw = replace(s, denominator=Denominator.NONE, select_on=SelectOn.SCORES)
         yield Deviation(name="no-renormalise", axis="weight", spec=raw)
@@ -161,7 +164,7 @@ def _weights(s: RoutingSpec) -> Iterator[Deviation]:
         yield Deviation(name="weight-twice", axis="weight", out=_chosen_to(np.square))
         yield Deviation(name="weights-ignored", axis="weight", out=_chosen_to(lambda c: (c != 0).astype(float)))
     else:
-        yield Deviation(name="weight-at-output", axis="weight", spec=replace(s, weight_at=WeightAt.OUTPUT))
+        yield Deviation(name="weight-at-wrong-side", axis="weight", spec=replace(s, weight_at=WeightAt.OUTPUT))
         yield Deviation(name="weights-ignored", axis="weight", weights=_no_weights)
 
 
@@ -175,7 +178,7 @@ def _scales(s: RoutingSpec) -> Iterator[Deviation]:
     if r != 1.0:
         yield Deviation(name="scale-missing", axis="scale", out=_routed(1 / r))
         yield Deviation(name="scale-twice", axis="scale", out=_routed(r))
-        yield Deviation(name="scale-inverted", axis="scale", out=_routed(1 / r**2))
+        yield Deviation(name="scale-inverse", axis="scale", out=_routed(1 / r**2))
     yield Deviation(name="routed-dropped", axis="scale", out=_routed(0.0))
     if s.shared is None:
         return
@@ -185,7 +188,7 @@ def _scales(s: RoutingSpec) -> Iterator[Deviation]:
         yield Deviation(name="shared-inverse-scale", axis="shared", out=_shared(lambda y, c, g: g / r))
         yield Deviation(name="shared-by-scale", axis="shared", out=_shared(lambda y, c, g: g * r))
     summed = _shared(lambda y, c, g: np.broadcast_to(c.sum(axis=1, keepdims=True) / y.spec.routed_scale, g.shape))
-    if s.denominator is Denominator.NONE or r != 1.0 or s.shared.gate is SharedGate.SIGMOID:
+    if s.weight_at is WeightAt.OUTPUT and (s.denominator is Denominator.NONE or s.shared.gate is SharedGate.SIGMOID):
         yield Deviation(name="shared-from-routed-sum", axis="shared", out=summed)
     if s.shared.gate is SharedGate.SIGMOID:
         yield Deviation(name="shared-gate-missing", axis="shared", out=_shared(lambda y, c, g: 1.0))
@@ -193,21 +196,73 @@ def _scales(s: RoutingSpec) -> Iterator[Deviation]:
 
 def _units(s: RoutingSpec) -> Iterator[Deviation]:
     unit = unit_of(s)
-    yield Deviation(name="shard-missing", axis="unit", out=lambda y, c: c * 0.5)
+    yield Deviation(name="reduce-missing", axis="unit", out=lambda y, c: c * 0.5)
     yield Deviation(name="reduced-twice", axis="unit", out=lambda y, c: c * 2)
-    yield Deviation(name="gate-up-swapped", axis="unit", unit=replace(unit, swapped=True))
+    for fault in FAULTS:
+        if fault.gain is not None and fault.applies(_AnyEngine(s)):
+            yield Deviation(name=fault.name, axis="unit", unit=replace(unit, gain=fault.gain))
     if s.activation is Activation.SWIGLU_CLAMP:
         yield Deviation(name="clamp-missing", axis="unit", unit=replace(unit, clamp=None))
         plain = replace(unit, slope=1.0, up_offset=0.0, clamp=None)
         yield Deviation(name="wrong-activation", axis="unit", unit=plain)
         yield Deviation(name="wrong-activation-slope", axis="unit", unit=replace(unit, slope=1.0))
-    else:
-        other = Activation.GELU if s.activation is Activation.SILU else Activation.SILU
-        yield Deviation(name="wrong-activation", axis="unit", unit=replace(unit, activation=other))
+
+
+# The margins of a canary's tables hide these on purpose: a healthy bf16 engine may differ by as much.
+_UNSEEN = ("bias-bf16", "logits-bf16", "weights-bf16", "ties-highest-id")
+
+
+@dataclass(frozen=True)
+class _AnyEngine:
+    """What the catalogue's `applies` reads of a plan, when the plan is somebody else's and unknown."""
+
+    spec: RoutingSpec
+
+    @property
+    def num_shared(self) -> int:
+        return self.spec.num_shared_slots or 0
+
+    @property
+    def placement(self) -> "_AnyEngine":
+        return self
+
+    has_replicas = False
+
+
+def _catalogued(s: RoutingSpec) -> Iterator[Deviation]:
+    """Router faults of the catalogue that are not spelled out above; their parts are not combined with a second one."""
+    spelled = {d.name for part in (_selection, _weights, _scales) for d in part(s)}
+    for fault in FAULTS:
+        routes = fault.spec or fault.logits or fault.bias or fault.choose
+        if not routes or fault.name in spelled or fault.name in _UNSEEN:
+            continue
+        if fault.applies(_AnyEngine(s)):
+            yield Deviation(name=fault.name, axis="router", weights=_routed_by(fault))
+
+
+def _routed_by(fault: Fault) -> Callable[[Layer, RoutingSpec, Matrix | None], tuple[Matrix, Matrix]]:
+    def weigh(layer: Layer, spec: RoutingSpec, bias: Matrix | None) -> tuple[Matrix, Matrix]:
+        out, into = _by_definition(layer, spec, bias)
+        ids, weights = faulty_select(fault, spec, layer.logits_PE, bias, np)
+        target = out if spec.weight_at is WeightAt.OUTPUT else into
+        rows = np.broadcast_to(np.arange(len(ids))[:, None], ids.shape)
+        out[:, : spec.num_experts] = 0.0
+        into[:, : spec.num_experts] = 1.0
+        out[rows, ids] = 1.0
+        target[rows, ids] = 0.0
+        np.add.at(target, (rows, ids), np.asarray(weights) * spec.routed_scale)
+        return out, into
+
+    return weigh
 
 
 def hypotheses(layer: Layer) -> list[Hypothesis]:
     """All singles first, then all pairs from different axes, in a fixed order."""
     singles = list(deviations(layer))
-    pairs = [(a, b) for a, b in itertools.combinations(singles, 2) if a.axis != b.axis]
+    pairs = [(a, b) for a, b in itertools.combinations(singles, 2) if _compatible(a, b)]
     return [Hypothesis(parts=(d,)) for d in singles] + [Hypothesis(parts=p) for p in pairs]
+
+
+def _compatible(a: Deviation, b: Deviation) -> bool:
+    routing = {"select", "score", "weight", "router"}
+    return a.axis != b.axis and not ("router" in (a.axis, b.axis) and {a.axis, b.axis} <= routing)

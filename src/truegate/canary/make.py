@@ -6,7 +6,7 @@ Invariant: the same arguments and version give the same bytes.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,14 @@ from truegate.canary.archs import Sizes, canary_config
 from truegate.canary.definition import Kind, Layer, unit_of
 from truegate.canary.layout import SPECIALS, Vocabulary
 from truegate.canary.manifest import (
-    FILE, FINGERPRINTS, FORMAT, Manifest, Probe, digest, fingerprint_of, readings_by_definition,
+    FILE,
+    FINGERPRINTS,
+    FORMAT,
+    Manifest,
+    Probe,
+    digest,
+    fingerprint_of,
+    readings_by_definition,
 )  # fmt: skip
 from truegate.canary.tables import Table, draw_table, profiles
 from truegate.canary.weights import write_checkpoint
@@ -26,14 +33,12 @@ from truegate.law.families import family_of, specs_of
 from truegate.law.formats import CONFIG_DTYPES, DTYPES
 from truegate.law.spec import Activation, RoutingSpec, WeightAt
 
-_TABLE_CANDIDATES = 8
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything that decides a canary's bytes, besides the real model's config."""
 
-    sizes: Sizes = Sizes()
+    sizes: Sizes = field(default_factory=Sizes)
     seed: int = 0
     rounds: int = 2
     silent: int = 2  # questions about experts that should be silent, per probe

@@ -141,7 +141,7 @@ class Manifest:
     @cached_property
     def _next(self) -> dict[int, int]:
         cycle = self.data["cycle"]
-        return {a: b for a, b in zip(cycle, [*cycle[1:], cycle[0]], strict=True)}
+        return dict(zip(cycle, [*cycle[1:], cycle[0]], strict=True))
 
     def token(self, probe: int) -> int:
         return self.vocabulary.first_probe + probe

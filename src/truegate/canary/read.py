@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
+from numpy.typing import NDArray
 
 from truegate.canary.definition import Matrix
 from truegate.canary.layout import RUNGS, rung_interval
@@ -39,6 +40,7 @@ class Reading:
 
     values: Matrix | None  # [W + 1]
     slack: Matrix | None  # [W + 1]: 0 where listed, else the largest value that an unlisted token can hide
+    listed: NDArray[np.bool_] | None = None  # [W + 1]; an unlisted value may also be negative
     scale: float = 1.0
     bias: float | None = None
     problem: Unreadable | None = None
@@ -64,13 +66,14 @@ def read(manifest: Manifest, probe: int, top: Mapping[int, float]) -> Reading:
         return ((lp - origin) / scale + logit) / manifest.read_scale
 
     hidden_below = max(0.0, value(min(top.values())))
+    listed = np.zeros(v.num_read_outs, dtype=bool)
     values, slack = np.zeros(v.num_read_outs), np.full(v.num_read_outs, hidden_below)
     for token, lp in top.items():
         column = token - v.first_read_out
         if 0 <= column < v.num_read_outs:
-            values[column], slack[column] = value(lp), 0.0
+            values[column], slack[column], listed[column] = value(lp), 0.0, True
     bias = value(top[v.bias]) if v.bias in top and manifest.has_bias_read_out else None
-    return Reading(values, slack, scale=scale, bias=bias)
+    return Reading(values, slack, listed, scale=scale, bias=bias)
 
 
 def tolerance(want: Matrix) -> Matrix:

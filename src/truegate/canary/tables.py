@@ -136,7 +136,9 @@ def margin(spec: RoutingSpec, bias: Matrix | None, rows_PE: Matrix) -> Matrix:
         if spec.score is Score.SOFTMAX:
             by_group = np.exp(4 * (by_group - by_group.max()))
         groups = spec.groups
-        top = by_group[:, :, -1] if groups is None or groups.score is GroupScore.MAX else by_group[:, :, -2:].sum(axis=2)
+        top = (
+            by_group[:, :, -1] if groups is None or groups.score is GroupScore.MAX else by_group[:, :, -2:].sum(axis=2)
+        )
         ranked = -np.sort(-top, axis=1)
         gap = ranked[:, kept - 1] - ranked[:, kept]
         gaps = gap if spec.score is not Score.SOFTMAX else gap / ranked[:, kept - 1]
@@ -192,7 +194,7 @@ def _draw(
 
 
 def _telling_rows(layer: Layer, rng: np.random.RandomState, pool: int = 240) -> list[Matrix]:
-    """Rows of a random pool, added until every deviation differs from the definition in 3 rows, and every two differ."""
+    """Rows of a random pool, until every deviation shows in 3 rows and every two deviations differ in one."""
     spec, bias = layer.spec, layer.bias_E
     step = STEP if spec.num_experts <= 128 else STEP / 2
     candidates = [_candidate(spec, index, rng, step) for index in range(pool)]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from truegate.canary.archs import attention_tensors, dense_prefix
-from truegate.canary.definition import AMPLITUDE, NEAR, Drive, Kind, Layer, drive
+from truegate.canary.definition import NEAR, Drive, Kind, Layer, drive
 from truegate.canary.layout import CONST, NORM_CODE, NORM_CONST, RUNGS
 from truegate.canary.manifest import Manifest, Probe
 from truegate.law.families import names_of
@@ -255,7 +255,7 @@ def _embeddings(manifest: Manifest) -> Iterator[tuple[int, dict[int, float]]]:
 
 def _codes(manifest: Manifest, p: Probe, near: int) -> dict[int, float]:
     ch = manifest.channels
-    codes = {ch.layer[p.layer]: AMPLITUDE.get(p.kind, 1.0)}
+    codes = {ch.layer[p.layer]: _drive(manifest).amplitude(p.kind)}
     if p.kind in (Kind.NEAR_LOW, Kind.NEAR_HIGH):
         sign = 1.0 if p.kind is Kind.NEAR_HIGH else -1.0
         return codes | {ch.code[near]: 1.0, ch.code[near + 1]: sign}

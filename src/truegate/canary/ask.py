@@ -1,0 +1,320 @@
+"""Phases of questions to a server: single tokens, decode walks, long prompts, batches, streams at once, and again.
+
+Invariant: an observation says which probe was asked and under which conditions; nothing here judges it.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from truegate.canary.client import Api, Client, Completion, Refusal, ServerLost
+from truegate.canary.definition import Kind
+from truegate.canary.manifest import Manifest
+
+OFF_GRID = (3, 5, 7, 9, 15, 17, 23, 33, 63, 65, 127, 129, 255, 257)  # beside the sizes that engines capture graphs for
+LONG = (7, 33, 129, 300)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One answer to one probe, with the conditions it was asked under."""
+
+    phase: str
+    probe: int
+    top: dict[int, float]
+    batch: int = 1  # rows asked for together
+    row: int = 0
+    position: int = 0  # of the probe in its sequence
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class QuestionAnswer:
+    """The greedy token that answered a question (None: no known token)."""
+
+    phase: str
+    question: int
+    token: int | None
+    position: int = 0
+    batch: int = 1
+
+
+@dataclass(kw_only=True)
+class Evidence:
+    """Everything a run saw, in order."""
+
+    api: Api
+    observations: list[Observation] = field(default_factory=list)
+    answers: list[QuestionAnswer] = field(default_factory=list)
+    phases: dict[str, str] = field(default_factory=dict)  # phase -> what it did, or why it did not
+    seconds: dict[str, float] = field(default_factory=dict)
+    lost: str | None = None
+    server: dict[str, str] = field(default_factory=dict)
+    num_requests: int = 0
+    wandered: dict[str, int] = field(default_factory=dict)  # phase -> walks that left the expected path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much to ask."""
+
+    name: str = "default"
+    batches: tuple[int, ...] = (3, 5, 7, 9, 15, 17, 23, 33, 63, 65)
+    streams: int = 11
+    walk: int = 24
+    long: tuple[int, ...] = LONG
+    questions: int = 4000
+    silence: float = 2.0
+    dp_ranks: int = 1
+
+
+QUICK = Effort(name="quick", batches=(3, 7, 17), streams=5, walk=16, long=(33,), questions=300, silence=0.2)
+THOROUGH = Effort(name="thorough", batches=OFF_GRID, streams=33, walk=32, long=(*LONG, 1000), questions=20000,
+                  silence=8.0)  # fmt: skip
+Progress = Callable[[str], None]
+
+
+class Asker:
+    """Asks one server about one canary, phase by phase; a lost server ends the run with what was seen."""
+
+    def __init__(self, manifest: Manifest, client: Client, api: Api, effort: Effort, progress: Progress) -> None:
+        self.manifest, self.client, self.api, self.effort = manifest, client, api, effort
+        self.progress = progress
+        self.evidence = Evidence(api=api)
+        self.rng = np.random.RandomState(11)
+        self.probes = [p.index for p in manifest.probes if p.kind is not Kind.FINGERPRINT]
+
+    def run(self) -> Evidence:
+        """Every phase that this server's API allows, in order."""
+        phases = self._logprob_phases() if self.api.top else self._greedy_phases()
+        try:
+            for name, phase in phases:
+                self._phase(name, phase)
+        except ServerLost as lost:
+            self.evidence.lost = str(lost)
+        self.evidence.num_requests = self.client.num_requests
+        return self.evidence
+
+    def _phase(self, name: str, phase: Callable[[str], str]) -> None:
+        self.progress(name)
+        start = time.monotonic()
+        try:
+            self.evidence.phases[name] = phase(name)
+        except Refusal as refusal:
+            self.evidence.phases[name] = f"refused: {refusal}"
+        except ServerLost:
+            self.evidence.phases[name] = "the server was lost here"
+            raise
+        finally:
+            self.evidence.seconds[name] = round(time.monotonic() - start, 2)
+
+    def _logprob_phases(self) -> Iterator[tuple[str, Callable[[str], str]]]:
+        e = self.effort
+        yield "single", self._single
+        yield "decode", self._decode
+        yield "long", self._long
+        if self.api.echo:
+            yield "echo", self._echo
+        for size in e.batches:
+            yield f"batch {size}", self._batch_of(size)
+        yield "same experts", self._same_experts
+        yield "one rank", self._one_rank
+        yield f"{e.streams} streams", self._streams
+        yield "shrinking batch", self._shrinking
+        yield "prefix cache", self._prefix_cache
+        for rank in range(e.dp_ranks if e.dp_ranks > 1 else 0):
+            yield f"data-parallel rank {rank}", self._on_rank(rank)
+        yield "after silence", self._after_silence
+        yield "again", self._single
+
+    def _greedy_phases(self) -> Iterator[tuple[str, Callable[[str], str]]]:
+        yield "questions", self._questions
+        yield "questions in long prompts", self._long_questions
+        yield f"questions in {self.effort.streams} streams", self._question_streams
+        yield "questions after silence", self._late_questions
+
+    # --- asking --------------------------------------------------------------------------------------------------
+
+    def _tokens(self, probes: Sequence[int]) -> list[int]:
+        return [self.manifest.token(p) for p in probes]
+
+    def _ask_each(self, phase: str, prompts: Sequence[Sequence[int]], parallel: int, batch: int) -> None:
+        """One request a prompt; the last probe of each prompt is observed."""
+        answers = self.client.together(self.api, [(self._tokens(p), 1) for p in prompts], parallel)
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            self._note(phase, prompt[-1], answer, batch=batch, row=row, position=len(prompt) - 1)
+
+    def _ask_list(self, phase: str, prompts: Sequence[Sequence[int]]) -> None:
+        """One request with all prompts where the API has it, else as many requests at once."""
+        if not self.api.batched:
+            self._ask_each(phase, prompts, parallel=len(prompts), batch=len(prompts))
+            return
+        answers = self.client.complete(self.api, [self._tokens(p) for p in prompts], 1)
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            self._note(phase, prompt[-1], answer, batch=len(prompts), row=row, position=len(prompt) - 1)
+
+    def _note(
+        self, phase: str, probe: int, answer: Completion | Refusal, *, batch: int, row: int, position: int
+    ) -> None:
+        if isinstance(answer, Refusal):
+            found = Observation(phase, probe, {}, batch, row, position, error=str(answer))
+        else:
+            found = Observation(phase, probe, answer.tops[0] if answer.tops else {}, batch, row, position)
+        self.evidence.observations.append(found)
+
+    def _some(self, count: int) -> list[int]:
+        """`count` probes, all kinds mixed, every probe as often as any other."""
+        rounds = -(-count // len(self.probes))
+        return [self.probes[i] for _ in range(rounds) for i in self.rng.permutation(len(self.probes))][:count]
+
+    # --- phases --------------------------------------------------------------------------------------------------
+
+    def _single(self, phase: str) -> str:
+        self._ask_each(phase, [[p] for p in self.probes], parallel=1, batch=1)
+        return f"{len(self.probes)} prompts of one token, one after the other"
+
+    def _walk(self, phase: str, start: int, answer: Completion, batch: int, row: int, first: int) -> None:
+        """Follow a greedy walk from probe `start`; observations stop where it leaves the known cycle."""
+        probe = start
+        for step, top in enumerate(answer.tops):
+            self.evidence.observations.append(Observation(phase, probe, top, batch, row, first + step))
+            probe = self.manifest.successor(probe)
+            if step >= len(answer.tokens) or answer.tokens[step] != self.manifest.token(probe):
+                self.evidence.wandered[phase] = self.evidence.wandered.get(phase, 0) + 1
+                return
+
+    def _decode(self, phase: str) -> str:
+        cycle = self.manifest.data["cycle"]
+        starts = cycle[:: self.effort.walk]
+        for start in starts:
+            answer = self.client.complete(self.api, [self._tokens([start])], self.effort.walk)[0]
+            self._walk(phase, start, answer, 1, 0, 0)
+        return f"{len(starts)} walks of {self.effort.walk} generated tokens"
+
+    def _long(self, phase: str) -> str:
+        prompts = [self._some(length) for length in self.effort.long for _ in range(3)]
+        self._ask_each(phase, prompts, parallel=1, batch=1)
+        return f"{len(prompts)} prompts of {self.effort.long[0]} to {self.effort.long[-1]} tokens"
+
+    def _echo(self, phase: str) -> str:
+        rounds = 1 if self.effort.name == "quick" else 3
+        for _ in range(rounds):
+            prompt = self._some(min(len(self.probes), 250))
+            answer = self.client.complete(self.api, [self._tokens(prompt)], 1, echo=True)[0]
+            for position, (probe, top) in enumerate(zip(prompt, answer.echo, strict=False)):
+                if top is not None:
+                    self.evidence.observations.append(Observation(phase, probe, top, 1, 0, position))
+        return f"{rounds} prompts, every position read"
+
+    def _batch_of(self, size: int) -> Callable[[str], str]:
+        def phase(name: str) -> str:
+            repeats = 2 if size <= 17 else 1
+            for _ in range(repeats):
+                self._ask_list(name, [[p] for p in self._some(size)])
+            how = "one request" if self.api.batched else "as many requests at once"
+            return f"{repeats} x {size} prompts in {how}"
+
+        return phase
+
+    def _same_experts(self, phase: str) -> str:
+        """Every row routes to the same experts: the most skewed batch there is."""
+        plain = [p.index for p in self.manifest.probes if p.kind is Kind.PLAIN]
+        for probe in self.rng.permutation(plain)[:2].tolist():
+            self._ask_list(phase, [[probe]] * 33)
+        return "2 x 33 rows that all choose the same experts"
+
+    def _one_rank(self, phase: str) -> str:
+        """Rows whose experts are as close together as they come: with expert parallelism one rank gets most."""
+
+        def low(probe: int) -> float:
+            return float(np.mean(np.flatnonzero(self.manifest.expected[probe][: self.manifest.num_experts])))
+
+        plain = [p.index for p in self.manifest.probes if p.kind is Kind.PLAIN]
+        ordered = sorted(plain, key=low)
+        for part in (ordered[:16], ordered[-16:]):
+            self._ask_list(phase, [[p] for p in part])
+        return "16 rows that favour the lowest expert ids, 16 the highest"
+
+    def _streams(self, phase: str) -> str:
+        prompts = [self._some(1 + int(self.rng.randint(6))) for _ in range(4 * self.effort.streams)]
+        self._ask_each(phase, prompts, parallel=self.effort.streams, batch=self.effort.streams)
+        return f"{len(prompts)} requests, {self.effort.streams} at a time"
+
+    def _shrinking(self, phase: str) -> str:
+        """Walks of different lengths at once: the decode batch shrinks through every size."""
+        starts = self._some(self.effort.streams)
+        jobs = [(self._tokens([s]), 1 + row) for row, s in enumerate(starts)]
+        for row, (start, answer) in enumerate(
+            zip(starts, self.client.together(self.api, jobs, len(jobs)), strict=True)
+        ):
+            if isinstance(answer, Refusal):
+                self._note(phase, start, answer, batch=len(jobs), row=row, position=0)
+            else:
+                self._walk(phase, start, answer, len(jobs), row, 0)
+        return f"{len(jobs)} walks of 1 to {len(jobs)} tokens at once"
+
+    def _prefix_cache(self, phase: str) -> str:
+        shared = self._some(96)
+        prompts = [shared, shared, *([*shared[:80], p] for p in self._some(4)), shared]
+        self._ask_each(phase, prompts, parallel=1, batch=1)
+        return "one prompt of 96 tokens three times, and four that share 80 tokens with it"
+
+    def _on_rank(self, rank: int) -> Callable[[str], str]:
+        def phase(name: str) -> str:
+            with self.client.on_rank(rank):
+                self._ask_each(name, [[p] for p in self.probes], parallel=1, batch=1)
+            return f"{len(self.probes)} single prompts with X-data-parallel-rank: {rank}"
+
+        return phase
+
+    def _after_silence(self, phase: str) -> str:
+        time.sleep(self.effort.silence)
+        probes = self._some(4)
+        self._ask_each(phase, [[p] for p in probes], parallel=1, batch=1)
+        return f"{len(probes)} single prompts after {self.effort.silence:g} s of silence: all other ranks idle"
+
+    # --- greedy questions ----------------------------------------------------------------------------------------
+
+    def _ask_questions(self, phase: str, chosen: Sequence[int], parallel: int, before: int) -> str:
+        first = self.manifest.vocabulary.first_question
+        prompts = [[*self._tokens(self._some(before)), first + q] for q in chosen]
+        answers = self.client.together(self.api, [(p, 1) for p in prompts], parallel)
+        failed = 0
+        for q, answer in zip(chosen, answers, strict=True):
+            if isinstance(answer, Refusal):
+                failed += 1
+                if failed == len(chosen):
+                    raise answer
+                continue
+            token = answer.tokens[0] if answer.tokens else None
+            self.evidence.answers.append(QuestionAnswer(phase, q, token, before, parallel))
+        return f"{len(chosen)} questions" + (f", {failed} refused" if failed else "")
+
+    def _pick(self, count: int) -> list[int]:
+        """Questions for whole table rows, as many rows as fit, spread over the layers."""
+        by_row: dict[tuple[int, int], list[int]] = {}
+        for q in self.manifest.questions:
+            by_row.setdefault((q.row, q.layer), []).append(q.index)
+        out: list[int] = []
+        for key in sorted(by_row):
+            if len(out) + len(by_row[key]) > count and out:
+                break
+            out += by_row[key]
+        return out
+
+    def _questions(self, phase: str) -> str:
+        return self._ask_questions(phase, self._pick(self.effort.questions), 1, 0)
+
+    def _long_questions(self, phase: str) -> str:
+        chosen = self.rng.permutation(len(self.manifest.questions))[: 40 if self.effort.name != "quick" else 10]
+        return self._ask_questions(phase, chosen.tolist(), 1, 40)
+
+    def _question_streams(self, phase: str) -> str:
+        chosen = self.rng.permutation(len(self.manifest.questions))[: 10 * self.effort.streams]
+        return self._ask_questions(phase, chosen.tolist(), self.effort.streams, 0)
+
+    def _late_questions(self, phase: str) -> str:
+        time.sleep(self.effort.silence)
+        return self._ask_questions(phase, self.rng.permutation(len(self.manifest.questions))[:10].tolist(), 1, 0)

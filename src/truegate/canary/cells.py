@@ -1,0 +1,176 @@
+"""What was measured, as bounds: every coefficient that an answer shows lies in low..high.
+
+Invariant: a matrix of readings R fits the evidence when low <= R <= high everywhere; log-probabilities give narrow
+bounds on a whole row, a greedy answer gives the interval of its rung on one cell and leaves the others open.
+N observations of one layer, W experts and shared experts.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from truegate.canary.ask import Evidence
+from truegate.canary.definition import Kind, Matrix, unit_of
+from truegate.canary.manifest import Manifest
+from truegate.canary.read import ABS_TOLERANCE, REL_TOLERANCE, Unreadable, read, read_rung
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Conditions of one observation, and the table row and kind it shows."""
+
+    phase: str
+    row: int  # of the table
+    kind: Kind
+    batch: int
+    place: int  # row in the batch
+    position: int
+    time: int
+
+
+@dataclass
+class Cells:
+    """The evidence on one layer."""
+
+    sights: list[Sight]
+    low: Matrix  # [N, W]
+    high: Matrix
+    values: Matrix  # [N, W], NaN where unknown; for showing
+    want: Matrix  # [N, W], the definition
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        return np.array([s.row for s in self.sights], dtype=np.int64)
+
+    @property
+    def kinds(self) -> list[Kind]:
+        return [s.kind for s in self.sights]
+
+    def fits(self, readings: Matrix) -> NDArray[np.bool_]:
+        """[N]: which observations these readings explain."""
+        return ((self.low <= readings) & (readings <= self.high)).all(axis=1)
+
+    def right(self) -> NDArray[np.bool_]:
+        return self.fits(self.want)
+
+    def only(self, mask: NDArray[np.bool_]) -> "Cells":
+        keep = np.flatnonzero(mask)
+        return Cells(
+            [self.sights[i] for i in keep], self.low[keep], self.high[keep], self.values[keep], self.want[keep]
+        )
+
+
+@dataclass
+class Trouble:
+    """An answer without coefficients."""
+
+    phase: str
+    layer: int
+    what: str
+    refused: bool  # by HTTP, which is no evidence about routing
+
+
+@dataclass
+class Measured:
+    """Everything read from one run."""
+
+    layers: dict[int, Cells]
+    dense: list[tuple[int, str, float]] = field(default_factory=list)  # (layer, phase, reading), 1 when right
+    biases: list[tuple[str, float]] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    near: dict[int, dict[Kind, bool | None]] = field(default_factory=dict)
+    troubles: list[Trouble] = field(default_factory=list)
+
+
+def measure(manifest: Manifest, evidence: Evidence) -> Measured:
+    """Read every observation and answer."""
+    out = Measured(layers={})
+    rows: dict[int, list[tuple[Sight, Matrix, Matrix, Matrix, Matrix]]] = {i: [] for i in manifest.layers}
+    width = manifest.width
+    for time, seen in enumerate(evidence.observations):
+        probe = manifest.probes[seen.probe]
+        if probe.kind is Kind.FINGERPRINT:
+            continue
+        if seen.error is not None:
+            out.troubles.append(Trouble(seen.phase, probe.layer, seen.error, refused=True))
+            continue
+        reading = read(manifest, seen.probe, seen.top)
+        if reading.values is None or reading.slack is None or reading.listed is None:
+            what = str((reading.problem or Unreadable.NAN).value)
+            out.troubles.append(Trouble(seen.phase, probe.layer, what, refused=not seen.top))
+            continue
+        out.scales.append(reading.scale)
+        if probe.kind is Kind.DENSE:
+            out.dense.append((probe.layer, seen.phase, float(reading.values[-1])))
+            continue
+        if probe.kind in (Kind.NEAR_LOW, Kind.NEAR_HIGH):
+            won = _near_won(manifest, probe.layer, probe.kind, reading.values)
+            out.near.setdefault(probe.layer, {}).setdefault(probe.kind, won)
+            continue
+        if manifest.has_bias_read_out and reading.bias is not None:
+            out.biases.append((seen.phase, reading.bias))
+        values, slack, listed = reading.values[:width], reading.slack[:width], reading.listed[:width]
+        room = REL_TOLERANCE / (1 - REL_TOLERANCE) * np.abs(values) + ABS_TOLERANCE
+        sight = Sight(seen.phase, probe.row, probe.kind, seen.batch, seen.row, seen.position, time)
+        want = manifest.expected[seen.probe][:width]
+        low = np.where(listed, values - room, -np.inf)
+        rows[probe.layer].append((sight, low, values + room + slack, values, want))
+    _add_answers(manifest, evidence, rows, out)
+    for layer, found in rows.items():
+        columns = [np.array([r[k] for r in found]).reshape(len(found), width) for k in (1, 2, 3, 4)]
+        out.layers[layer] = Cells([r[0] for r in found], *columns)
+    return out
+
+
+def _add_answers(
+    manifest: Manifest, evidence: Evidence, rows: dict[int, list[tuple[Sight, Matrix, Matrix, Matrix, Matrix]]],
+    out: Measured,
+) -> None:  # fmt: skip
+    """Greedy answers: one bounded cell each, in units of what a PLAIN probe would read."""
+    width = manifest.width
+    coefficients = {i: layer.coefficients() for i, layer in manifest.layers.items()}
+    for time, seen in enumerate(evidence.answers):
+        q = manifest.questions[seen.question]
+        layer = manifest.layers[q.layer]
+        c_out, c_in = coefficients[q.layer]
+        unit = unit_of(layer.spec)
+        into = c_in[q.row, q.slot]
+        plain = float(unit.output(layer.spec, Kind.PLAIN, np.array([into]))[0])
+        gain = unit.answer(layer.spec, q.amplitude, into) / plain
+        answer = None if seen.token is None else read_rung(manifest, q, seen.token, gain)
+        if answer is None:
+            what = "the greedy answer to a question is no rung of the ladder"
+            out.troubles.append(Trouble(seen.phase, q.layer, what, refused=False))
+            continue
+        low, high = np.full(width, -math.inf), np.full(width, math.inf)
+        want, value = np.full(width, math.nan), np.full(width, math.nan)
+        room = 0.1 * (answer.high - answer.low) if math.isfinite(answer.high - answer.low) else 0.0
+        low[q.slot], high[q.slot] = answer.low - room, answer.high + room
+        want = np.zeros(width)
+        want[q.slot] = c_out[q.row, q.slot] * plain
+        value[q.slot] = want[q.slot] if answer.right else _middle(answer.low, answer.high)
+        sight = Sight(seen.phase, q.row, Kind.PLAIN, seen.batch, 0, seen.position, time)
+        rows[q.layer].append((sight, low, high, value, want))
+
+
+def _middle(low: float, high: float) -> float:
+    if math.isinf(low):
+        return high
+    return low if math.isinf(high) else (low + high) / 2
+
+
+def _near_won(manifest: Manifest, layer: int, kind: Kind, values: Matrix) -> bool | None:
+    """Whether the expert that is better by 2^-9 was chosen; None when both or neither were."""
+    table = next(t for t in manifest.data["tables"] if t["layer"] == layer)
+    low, high = table["near_pair"]
+    better, worse = (high, low) if kind is Kind.NEAR_HIGH else (low, high)
+    if (values[better] > ABS_TOLERANCE) == (values[worse] > ABS_TOLERANCE):
+        return None
+    return bool(values[better] > values[worse])
+
+
+def phases_in_order(sights: Sequence[Sight]) -> list[str]:
+    return list(dict.fromkeys(s.phase for s in sights))
