@@ -56,8 +56,8 @@ def _rank_refusals(
         )
     if spec.shared is not None and not choices.fuse_shared and spec.shared.intermediate % ranks.tp:
         found.append(
-            f"{spec.family}'s shared expert is {spec.shared.intermediate} wide, which does not cut into --tp "
-            f"{ranks.tp} shards; lower --tp"
+            f"--tp {ranks.tp}: {spec.family}'s shared expert is {spec.shared.intermediate} wide, which does not cut "
+            "into as many shards; lower --tp"
         )
     return found
 

@@ -203,7 +203,7 @@ def test_every_refusal_names_both_sides_and_a_flag_that_helps():
         )
         named = {side for side in sides if re.search(rf"\b{side}\b", text)}
         # a flag that the user gave is a side too: "--fuse-shared: biased has no ..."
-        assert len(named) + bool(re.match(r"--[a-z-]+:", text)) >= 2, text
+        assert len(named) + bool(re.match(r"--[a-z-]+[ \d]*:", text)) >= 2, text
         assert not re.search(r"  |None|[{}]", text), text
         assert text == text.strip()
         assert "\n" not in text
