@@ -82,18 +82,25 @@ def _figure(
         return HEIGHT - MARGIN - value / y_top * (HEIGHT - 2 * MARGIN)
 
     points = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in zip(xs, ys, strict=True))
+    bottom, left, right, top = y_of(0), MARGIN, WIDTH - MARGIN, MARGIN
     parts = [
-        f"<line class=axis x1={MARGIN} y1={y_of(0)} x2={WIDTH - MARGIN} y2={y_of(0)} />",
-        f"<line class=axis x1={MARGIN} y1={y_of(0)} x2={MARGIN} y2={MARGIN} />",
-        f'<polyline class=curve points="{points}" />',
+        _line(left, bottom, right, bottom, "axis"),
+        _line(left, bottom, left, top, "axis"),
+        f'<polyline class="curve" points="{points}"/>',
     ]
     for share in (0.0, 0.5, 1.0):
-        x, y = x_of(share * x_top), y_of(share * y_top)
-        parts.append(f"<text x={x:.1f} y={HEIGHT - MARGIN + 16} text-anchor=middle>{share * x_top:.4g}</text>")
-        parts.append(f"<text x={MARGIN - 6} y={y + 4:.1f} text-anchor=end>{share * y_top:.4g}</text>")
+        parts.append(_text(x_of(share * x_top), bottom + 16, f"{share * x_top:.4g}", "middle"))
+        parts.append(_text(left - 6, y_of(share * y_top) + 4, f"{share * y_top:.4g}", "end"))
     for value, name in marks:
-        x = x_of(value)
-        parts.append(f"<line class=mark x1={x:.1f} y1={y_of(0)} x2={x:.1f} y2={MARGIN} />")
-        parts.append(f"<text x={x + 3:.1f} y={MARGIN - 4} >{name} {value:.4g}</text>")
-    head = f'<svg width={WIDTH} height={HEIGHT} viewBox="0 0 {WIDTH} {HEIGHT}" xmlns="http://www.w3.org/2000/svg">'
+        parts.append(_line(x_of(value), bottom, x_of(value), top, "mark"))
+        parts.append(_text(x_of(value) + 3, top - 4, f"{name} {value:.4g}", "start"))
+    head = f'<svg width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" xmlns="http://www.w3.org/2000/svg">'
     return f"<figure><figcaption>{html.escape(title)}</figcaption>{head}{''.join(parts)}</svg></figure>"
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'

@@ -7,7 +7,7 @@ engine's last message, so that a step pays nothing for them. L MoE layers, E log
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
@@ -48,6 +48,7 @@ class Metrics:
     """One server's registry; `observe` is called with every output, `render` with every scrape."""
 
     def __init__(self, model_name: str) -> None:
+        disable_created_metrics()  # a series beside every counter that nobody reads
         self.registry = CollectorRegistry()
         self._label = {"model_name": model_name}
         self._ttft = self._histogram("time_to_first_token_seconds", "Submission to first token.", _LONG)

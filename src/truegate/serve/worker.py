@@ -94,7 +94,7 @@ class Worker:
     def _report(self, outputs: list[StepOutput]) -> None:
         now = time.monotonic()
         stats = None
-        if now - self._stats_at >= HEARTBEAT_SECONDS:
+        if now - self._stats_at >= HEARTBEAT_SECONDS or (outputs and not self.engine.has_work):
             stats, self._stats_at = self.engine.stats(), now
         if outputs:
             self.channel.send(Outputs(outputs=outputs, stats=stats))

@@ -1,13 +1,13 @@
 """Bodies made from the server's own OpenAPI document, valid and broken: no 5xx, and every answer is as documented.
 
-`TRUEGATE_FUZZ=200 pytest tests/cpu/serve/test_openapi_fuzz.py` asks for that many cases per endpoint and kind.
+`TRUEGATE_FUZZ=200 pytest tests/cpu/serve/test_server_openapi_fuzz.py` asks for that many cases per endpoint and kind.
 """
 
 import os
 
 import pytest
-from conftest import Server
 from hypothesis import HealthCheck, given, settings
+from server_process import Server
 
 schemathesis = pytest.importorskip("schemathesis")
 EXAMPLES = int(os.environ.get("TRUEGATE_FUZZ", "15"))

@@ -6,7 +6,7 @@ import socket
 import httpx
 import openai
 import pytest
-from conftest import Server
+from server_process import Server
 
 from truegate.serve.main import ServeOptions
 

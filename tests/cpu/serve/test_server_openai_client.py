@@ -6,7 +6,7 @@ import math
 import numpy as np
 import openai
 import pytest
-from conftest import Server
+from server_process import Server
 
 USER = [{"role": "user", "content": "hi"}]
 CHAT_ROUND = "hi\n"  # what the scripted engine repeats: the rendered conversation without its special tokens

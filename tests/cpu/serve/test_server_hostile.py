@@ -9,7 +9,7 @@ import time
 
 import httpx
 import pytest
-from conftest import Server
+from server_process import Server
 
 PLAIN = "/v1/completions"
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -71,7 +71,8 @@ def test_a_huge_list_of_token_ids_is_refused(fake):
 )
 def test_what_is_not_http_is_dropped(fake, content):
     connection = raw(fake, content)
-    connection.shutdown(socket.SHUT_WR)
+    with contextlib.suppress(OSError):  # it may have hung up already
+        connection.shutdown(socket.SHUT_WR)
     answer = read_all(connection)
     assert not answer or 400 <= status_of(answer) < 500, answer[:200]
 
