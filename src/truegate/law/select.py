@@ -132,8 +132,8 @@ def _keep_best_groups(groups: Groups, choice_TE: Array, ops: "_Ops") -> Array:
     num_tokens, num_choices = choice_TE.shape
     choice_TGM = choice_TE.reshape(num_tokens, groups.count, num_choices // groups.count)
     best_TG = ops.top2_sum(choice_TGM) if groups.score is GroupScore.TOP2_SUM else ops.xp.amax(choice_TGM, axis=-1)
-    kept_TG = ops.ascending(ops.ascending(-best_TG)) < groups.kept  # the second argsort turns an order into ranks
-    return ops.xp.where(kept_TG[:, :, None], choice_TGM, groups.fill).reshape(num_tokens, num_choices)
+    dropped_TG = ops.ascending(ops.ascending(-best_TG)) >= groups.kept  # the second argsort turns an order into ranks
+    return ops.fill(choice_TGM, dropped_TG[:, :, None], groups.fill).reshape(num_tokens, num_choices)
 
 
 def _weigh(spec: RoutingSpec, logits_TE: Array, scores_TE: Array, ids_TK: Array, ops: "_Ops") -> Array:
@@ -172,6 +172,9 @@ class _NumpyOps:
     def int64(self, ids: Array) -> Array:
         return ids.astype(numpy.int64)
 
+    def fill(self, a: Array, mask: Array, value: float) -> Array:
+        return numpy.where(mask, value, a)
+
     def top2_sum(self, c_TGM: Array) -> Array:
         return numpy.sort(c_TGM, axis=-1)[..., -2:].sum(axis=-1)
 
@@ -208,6 +211,9 @@ class _TorchOps:
 
     def int64(self, ids: Array) -> Array:
         return ids.to(self.xp.int64)
+
+    def fill(self, a: Array, mask: Array, value: float) -> Array:
+        return a.masked_fill(mask, value)
 
     def top2_sum(self, c_TGM: Array) -> Array:
         return self.xp.topk(c_TGM, 2, dim=-1).values.sum(dim=-1)
