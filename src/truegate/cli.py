@@ -13,6 +13,7 @@ from truegate import __version__
 from truegate.bench import verbs as bench_verbs
 from truegate.canary.cli import app as canary_app
 from truegate.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_USAGE, TruegateError
+from truegate.evals.cli import app as eval_app
 from truegate.serve import verbs as serve_verbs
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app.command(rich_help_panel="Engine")(serve_verbs.serve)
 app.command(rich_help_panel="Engine")(serve_verbs.chat)
 app.command(rich_help_panel="Engine")(bench_verbs.bench)
 app.add_typer(canary_app, name="canary", rich_help_panel="Trust")
+app.add_typer(eval_app, name="eval", rich_help_panel="Trust")
 
 
 def _version(show: bool) -> None:
@@ -116,7 +118,8 @@ def main() -> None:
         if debug:
             raise
         line, code = explain(error)
-        print(f"truegate: {line}", file=sys.stderr)
+        if line:  # empty where a group without a verb has shown its help
+            print(f"truegate: {line}", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -130,5 +133,5 @@ def explain(error: BaseException) -> tuple[str, int]:
         ctx = getattr(error, "ctx", None)
         where = f" (see `{ctx.command_path} --help`)" if ctx is not None else ""
         message = " ".join(error.format_message().split())
-        return f"{message}{where}", EXIT_USAGE
+        return (f"{message}{where}" if message else ""), EXIT_USAGE
     return f"{type(error).__name__}: {error} (a defect of truegate; `--debug` shows where)", EXIT_INVALID
