@@ -50,7 +50,8 @@ class Keys:
     """Typed reading of a config's keys with the family's defaults; every refusal names the key."""
 
     def __init__(self, family: str, config: Mapping[str, Any], *, num_layers: int, aliases: dict[str, str]) -> None:
-        self.family, self.config, self.aliases = family, config, aliases
+        self.family, self.config = family, config
+        self.aliases = {"num_nextn_predict_layers": "num_mtp_layers", **aliases}
         self._key_of_axis: dict[str, str] = {}
         self.num_main_layers = self.integer("num_hidden_layers", num_layers, least=1)
         self.num_layers = self.num_main_layers + self._num_next_token_layers()
@@ -125,6 +126,6 @@ class Keys:
             raise UserError(f"config ({self.family}): {text}") from error
 
     def _num_next_token_layers(self) -> int:
-        """Layers that a config declares after the last: num_nextn_predict_layers, or transformers' num_mtp_layers."""
-        declared = [k for k in ("num_nextn_predict_layers", "num_mtp_layers") if self.config.get(k) is not None]
-        return self.integer(declared[0], None, least=0) if declared else 0
+        """Layers that a config declares after the last; transformers' default for an omitted key declares none."""
+        declared = self.value("num_nextn_predict_layers", None)[1] is not None
+        return self.integer("num_nextn_predict_layers", None, least=0) if declared else 0

@@ -270,6 +270,10 @@ V3 = {"model_type": "deepseek_v3"}
         ({**V3, "hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({**V3, "num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({**V3, "num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1"),
+        (
+            {**V3, "num_nextn_predict_layers": 1, "num_mtp_layers": 2},
+            "num_nextn_predict_layers is 1 but num_mtp_layers",
+        ),
         ({**V3, "mlp_layer_types": ["sparse"]}, "mlp_layer_types must give"),
         ({**V3, "num_local_experts": 100}, "n_group 8 does not divide the 100 experts"),
         ({**V3, "n_group": 256, "topk_group": 128}, "n_group 256 leaves 1"),

@@ -213,6 +213,16 @@ def test_negative_biased_scores_are_never_beaten_by_a_dropped_group():
     assert select(spec, np.array([[0.0, 0.0, 1.0, 1.0]]), bias_E=b).ids_TK.tolist() == [[2, 3]]
 
 
+@pytest.mark.parametrize("xp", [np, torch])
+def test_a_dropped_expert_chosen_for_its_fill_weighs_the_fill(xp):
+    groups = Groups(count=3, kept=2, score=GroupScore.MAX, fill=0.0)
+    spec = make(Score.SOFTMAX, 6, 3, groups=groups)
+    x = xp.asarray([[-2.0, -2.0, 0.0, -800.0, -1.0, -800.0]], dtype=xp.float64)  # group 0 is dropped; exp(-800) is 0
+    ids, weights = select(spec, x, xp=xp)
+    assert ids.tolist() == [[2, 4, 0]]
+    assert weights[0, 2] == 0.0
+
+
 def test_one_huge_bias_leaves_the_weights_exact():
     spec = make(num_experts=4, top_k=2, has_selection_bias=True, denominator=Denominator.SUM, eps=1e-20)
     x = np.array([[-20.0, 1.0, 0.0, 0.5]])
