@@ -92,16 +92,13 @@ def compare(out: Path) -> dict[str, Any]:
 
 def table(result: dict[str, Any], title: str) -> str:
     """The story as a Markdown table."""
-    rows = [
-        title,
-        "",
-        "| problems of | right | wrong | change | exact p (Holm) | answers' length | runaways | verdict |",
-    ]
-    rows.append("|---|---|---|---|---|---|---|---|")
+    names = ("problems of", "right", "wrong", "change", "exact p (Holm)", "length", "runaways", "verdict")
+    rows = [title, "", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for task in result["tasks"]:
         low, high = task["difference_ci"].values()
         rows.append(
-            f"| {task['task'].removeprefix('ledger-')} steps | {task['a']['accuracy']:.1%} | {task['b']['accuracy']:.1%} "
+            f"| {task['task'].removeprefix('ledger-')} steps "
+            f"| {task['a']['accuracy']:.1%} | {task['b']['accuracy']:.1%} "
             f"| {100 * task['difference']:+.1f} pp ({100 * low:+.1f} to {100 * high:+.1f}) | {task['p_holm']:.2g} "
             f"| {task['length_ratio']:.2f} times | {task['runaways']['a']:.1%} → {task['runaways']['b']:.1%} "
             f"| {task['verdict']} |"

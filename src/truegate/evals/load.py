@@ -113,6 +113,8 @@ def first_row(path: Path) -> dict[str, Any]:
     try:
         with path.open(encoding="utf-8") as file:
             line = next((line for line in islice(file, 1000) if line.strip()), "")
+        if not line:
+            raise UserError(f"{path} holds no lines")
         row = json.loads(line)
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text") from None

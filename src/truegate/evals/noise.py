@@ -93,4 +93,5 @@ def noise_of_runs(runs: Sequence[Run], rule: Rule, *, force: bool) -> Noise:
 
 
 def _floor(phi: float, n: int, rule: Rule) -> float:
+    phi = max(phi, 1 / n)  # where nothing flipped, one item might have
     return (z_value(rule.alpha) + NORMAL.inv_cdf(rule.power)) * math.sqrt(phi / n)
