@@ -52,7 +52,7 @@ class MoELayer(nn.Module):
     def connect(self) -> None:
         """Build router, exchange and experts over the buffers as they now are."""
         plan, backends = self.plan, self.backends
-        tables = Tables(self.replicas_EX, self.count_E) if plan.placement.has_replicas else None
+        tables = None if plan.placement.is_identity else Tables(self.replicas_EX, self.count_E)
         assert backends.router is not None, "a kernel that takes logits has no layer yet"
         self.router = backends.router.build(plan, bias_E=self.selection_bias, tables=tables)
         self.dispatch = backends.dispatch.build(plan)
@@ -95,18 +95,14 @@ class MoELayer(nn.Module):
 
     def expert_slots(self, expert: int) -> list[int]:
         """Local slots that hold logical expert `expert` (several where it has replicas)."""
-        return [slot for slot, e in enumerate(self.plan.placement.logical_P.tolist()) if e == expert]
+        placement = self.plan.placement
+        return placement.replicas_EX[expert, : placement.count_E[expert]].tolist()
 
     @torch.no_grad()
     def load_expert(self, expert: int, *, gate=None, up=None, down=None) -> None:
         """Copy one routed expert's projections, [F, D], [F, D], [D, F] in any float dtype, into every slot of it."""
-        width = self.w_down.shape[2]
         for slot in self.expert_slots(expert):
-            for rows, tensor in ((slice(0, width), gate), (slice(width, None), up)):
-                if tensor is not None:
-                    self.w_gate_up[slot, rows].copy_(tensor)
-            if down is not None:
-                self.w_down[slot].copy_(down)
+            self._store(slot, gate, up, down)
 
     @torch.no_grad()
     def load_shared(self, *, gate=None, up=None, down=None) -> None:
@@ -119,15 +115,29 @@ class MoELayer(nn.Module):
             if down is not None:
                 self.shared_down.copy_(down)
             return
-        width, first = self.w_down.shape[2], self.plan.placement.slots_per_rank
+        width = self.w_down.shape[2]
         for j in range(self.plan.num_shared):
             part = slice(j * width, (j + 1) * width)
-            if gate is not None:
-                self.w_gate_up[first + j, :width].copy_(gate[part])
-            if up is not None:
-                self.w_gate_up[first + j, width:].copy_(up[part])
-            if down is not None:
-                self.w_down[first + j].copy_(down[:, part])
+            self.load_shared_slot(
+                j,
+                gate=None if gate is None else gate[part],
+                up=None if up is None else up[part],
+                down=None if down is None else down[:, part],
+            )
+
+    @torch.no_grad()
+    def load_shared_slot(self, j: int, *, gate=None, up=None, down=None) -> None:
+        """Copy the projections of fused shared slot j, [F, D], [F, D], [D, F]."""
+        self._store(self.plan.placement.slots_per_rank + j, gate, up, down)
+
+    def _store(self, slot: int, gate, up, down) -> None:
+        width = self.w_down.shape[2]
+        if gate is not None:
+            self.w_gate_up[slot, :width].copy_(gate)
+        if up is not None:
+            self.w_gate_up[slot, width:].copy_(up)
+        if down is not None:
+            self.w_down[slot].copy_(down)
 
 
 def _shared_tensors(plan: Plan, empty) -> dict[str, torch.Tensor | None]:
@@ -135,7 +145,7 @@ def _shared_tensors(plan: Plan, empty) -> dict[str, torch.Tensor | None]:
     spec: RoutingSpec = plan.spec
     beside = spec.shared is not None and plan.num_shared == 0
     gated = spec.shared is not None and spec.shared.gate is SharedGate.SIGMOID
-    width = spec.shared.intermediate if spec.shared is not None else 0
+    width = spec.shared.intermediate // plan.ranks.tp if spec.shared is not None else 0
     return {
         "shared_gate_up": empty(2 * width, spec.hidden) if beside else None,
         "shared_down": empty(spec.hidden, width) if beside else None,
