@@ -18,7 +18,6 @@ from truegate.serve.generation import Service, check_model, check_prompt, encode
 from truegate.serve.middleware import Gate
 from truegate.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
-WRONG_ON_PURPOSE = "this engine was told to be wrong"
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request cannot be honoured; the message says why."},
     "503": {"model": ErrorBody, "description": "The engine is not there."},
@@ -143,9 +142,7 @@ def health_body(service: Service) -> dict[str, Any]:
         "reason": reason,
         "model": service.names[0],
         "self_test": stats.self_test if stats else None,
-        "fault": {"name": stats.fault, "warning": "this engine was told to be wrong"}
-        if stats and stats.fault
-        else None,
+        "fault": _fault(service),
         "answers_in_flight": client.open_answers,
         "engine": {
             "pid": client.pid,
@@ -155,3 +152,11 @@ def health_body(service: Service) -> dict[str, Any]:
         },
         "version": __version__,
     }
+
+
+def _fault(service: Service) -> dict[str, Any] | None:
+    stats = service.client.stats
+    if stats is None or stats.fault is None:
+        return None
+    warning = "the answers of this server are wrong on purpose; the self-test ran before the fault was planted"
+    return {"name": stats.fault, "says": service.fault, "warning": warning}

@@ -55,6 +55,7 @@ class Service:
     metrics: Metrics
     limits: Limits
     log_requests: bool = False
+    fault: str | None = None  # what the planted fault does
     created: int = field(default_factory=lambda: int(time.time()))
     vocabulary: Vocabulary = field(init=False)
     defaults: dict[str, Any] = field(init=False)

@@ -6,6 +6,7 @@ no engine process outlives this one.
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import resource
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from truegate.config import EngineConfig
@@ -52,11 +54,12 @@ def serve(options: ServeOptions) -> None:
     options = replace(options, names=options.names or (model_name(options.engine.model),))
     engine_config = replace(options.engine, model=str(folder), threads=options.engine.threads or default_threads())
     options = replace(options, engine=engine_config)
+    fault = fault_sentence(engine_config.fault, folder) if engine_config.fault is not None else None
     listener = bind(options.host, options.port)
     _raise_file_limit()
     engine = spawn(options.engine, options.worker_command)
     try:
-        asyncio.run(_Server(options, listener, engine).run())
+        asyncio.run(_Server(options, listener, engine, fault).run())
     finally:
         if engine.process.poll() is None:
             engine.process.kill()
@@ -67,6 +70,17 @@ def default_threads() -> int | None:
     """Of the engine's torch: all cores but one, which HTTP needs; fewer threads than cores also never wait in turn."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
     return max(1, cores - 1)
+
+
+def fault_sentence(name: str, folder: Path) -> str:
+    """What the fault does, with this model's numbers; UserError for a name that the catalogue does not have."""
+    from truegate.law.families import specs_of
+    from truegate.law.faults import named
+
+    fault = named(name)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    scale = next((spec.routed_scale for spec in specs_of(config) if spec is not None), 1.0)
+    return fault.says.format(scale=f"{scale:g}", inverse=f"{1 / scale:.3f}")
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -97,8 +111,10 @@ def _raise_file_limit() -> None:
 class _Server:
     """One run of the server."""
 
-    def __init__(self, options: ServeOptions, listener: socket.socket, engine: EngineProcess) -> None:
-        self.options, self.listener, self.engine = options, listener, engine
+    def __init__(
+        self, options: ServeOptions, listener: socket.socket, engine: EngineProcess, fault: str | None
+    ) -> None:
+        self.options, self.listener, self.engine, self.fault = options, listener, engine, fault
         self.began = time.monotonic()
         self.signals = 0
         self.died: str | None = None
@@ -138,6 +154,7 @@ class _Server:
             metrics=metrics,
             limits=Limits(**options.limits),
             log_requests=options.log_requests,
+            fault=self.fault,
         )
         metrics.watch(self.client)
         self.http = _http_server(service, options)
@@ -163,10 +180,10 @@ class _Server:
             self.http.should_exit = True
 
     def _announce_fault(self) -> None:
-        fault = self.options.engine.fault
-        if fault is not None:
-            line = f"FAULT PLANTED: {fault}. Every answer of this server is wrong on purpose; /health says so too."
-            log.warning("%s\n%s\n%s", "!" * len(line), line, "!" * len(line))
+        if self.fault is not None:
+            line = f"FAULT PLANTED: {self.options.engine.fault}: {self.fault}"
+            more = "The answers of this server are wrong on purpose; /health says so too."
+            log.warning("\n%s\n%s\n%s\n%s", "!" * len(line), line, more, "!" * len(line))
 
     @contextlib.contextmanager
     def _handled_signals(self) -> Iterator[None]:

@@ -135,11 +135,12 @@ class _EngineCollector:
     def _audit(self, stats: EngineStats) -> Iterator[Metric]:
         test = GaugeMetricFamily(
             PREFIX + "self_test_passed",
-            "1: the routed weights measured at start are those of the model's definition; absent: not tested.",
-            labels=["model_name", "verdict"],
+            "1: the routed weights measured at start are those of the model's definition; 0: a fault was planted "
+            "since; absent: nothing to test.",
+            labels=["model_name"],
         )
         if stats.self_test is not None:
-            test.add_metric([*self._label.values(), stats.self_test], float(stats.fault is None))
+            test.add_metric(list(self._label.values()), float(stats.fault is None))
         yield test
         fault = GaugeMetricFamily(PREFIX + "fault_planted", "1 for the fault planted by --fault.", labels=["fault"])
         if stats.fault is not None:

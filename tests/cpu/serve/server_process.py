@@ -21,6 +21,10 @@ TEMPLATE = (
     "{% for m in messages %}{{ raise_exception('no spies here') if 'SPY' in m.content }}"
     "<|{{ m.role }}|>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+ROUTING = {
+    "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2,
+    "hidden_size": 16, "intermediate_size": 16,
+}  # fmt: skip
 LAUNCH = """
 import json, sys
 from truegate.config import EngineConfig
@@ -49,7 +53,7 @@ def write_tokenizer(folder: Path) -> Path:
     backend.save(str(folder / "tokenizer.json"))
     settings = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "config.json").write_text(json.dumps({"vocab_size": 300, "eos_token_id": 256}))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 300, "eos_token_id": 256, **ROUTING}))
     return folder
 
 

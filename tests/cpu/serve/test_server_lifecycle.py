@@ -156,9 +156,12 @@ def test_interleaved_streams_are_not_mixed_up(fake):
 
 
 def test_a_planted_fault_is_loud_and_requests_are_logged_with_their_user(launch):
-    server = launch(engine={"fault": "shared_unscaled"}, log_requests=True)
-    assert server.get("/health").json()["fault"]["name"] == "shared_unscaled"
-    assert 'truegate:fault_planted{fault="shared_unscaled"} 1.0' in server.get("/metrics").text
-    assert "FAULT PLANTED: shared_unscaled" in server.log.read_text()
+    server = launch(engine={"fault": "shared-dropped"}, log_requests=True)
+    fault = server.get("/health").json()["fault"]
+    assert (fault["name"], fault["says"]) == ("shared-dropped", "shared expert is missing")
+    metrics = server.get("/metrics").text
+    assert 'truegate:fault_planted{fault="shared-dropped"} 1.0' in metrics
+    assert 'truegate:self_test_passed{model_name="fake"} 0.0' in metrics
+    assert "FAULT PLANTED: shared-dropped: shared expert is missing" in server.log.read_text()
     server.openai().completions.create(model="fake", prompt="x", user="alice", max_tokens=2)
     assert "user=alice prompt_tokens=1 completion_tokens=2 finished=length" in server.log.read_text()

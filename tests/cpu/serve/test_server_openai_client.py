@@ -317,7 +317,7 @@ def test_metrics_count_tokens_requests_and_expert_load(fake):
     assert 'truegate:e2e_request_latency_seconds_count{model_name="fake"}' in text
     assert 'truegate:expert_tokens_total{expert="3",layer="1"} 11.0' in text
     assert 'truegate:expert_balancedness{layer="0"} 0.5' in text
-    assert 'truegate:self_test_passed{model_name="fake",verdict="pass: scripted"} 1.0' in text
+    assert 'truegate:self_test_passed{model_name="fake"} 1.0' in text
     assert 'truegate:http_requests_total{path="/v1/completions",status="200"}' in text
 
 
