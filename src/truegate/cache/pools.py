@@ -28,6 +28,7 @@ class Pool:
             )
         self.num_pages, self.page_size, self.width = num_pages, page_size, width
         self.data = torch.zeros(num_layers, num_pages, page_size, width, dtype=dtype, device=device)
+        self._scratch_buf = torch.empty(0, width, dtype=dtype, device=device)
         self._rows = [layer.view(num_pages * page_size, width) for layer in self.data.unbind(0)]
 
     @property
@@ -44,6 +45,13 @@ class Pool:
     def read(self, layer: int, slots_S: torch.Tensor) -> torch.Tensor:
         """rows_SW, gathered."""
         return self._rows[layer].index_select(0, slots_S)
+
+    def borrow(self, layer: int, slots_S: torch.Tensor) -> torch.Tensor:
+        """rows_SW, gathered into a buffer that the next `borrow` overwrites: it stays in the cache."""
+        count = slots_S.shape[0]
+        if count > self._scratch_buf.shape[0]:
+            self._scratch_buf = self._scratch_buf.new_empty(2 * count, self.width)
+        return torch.index_select(self._rows[layer], 0, slots_S, out=self._scratch_buf[:count])
 
 
 class MHAPool(Pool):

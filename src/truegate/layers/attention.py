@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from truegate.cache.pools import Pool
-from truegate.layers.layout import Chunk, DecodeGroup, StepLayout
+from truegate.layers.layout import Chunk, Decodes, StepLayout
 from truegate.layers.linear import Linear
 from truegate.layers.norm import RMSNorm
 from truegate.layers.rope import rotate_
@@ -55,27 +55,30 @@ class Attention(nn.Module):
         return self.out(self._attend(heads[:, : self.num_heads], kv, step, pool), residual_TD)
 
     def _attend(self, q_THE: torch.Tensor, kv_TW: torch.Tensor, step: StepLayout, pool: Pool) -> torch.Tensor:
-        whole = step.whole()
-        if isinstance(whole, DecodeGroup):
-            return self._decode(q_THE, whole, pool)
-        if isinstance(whole, Chunk):
-            return self._chunk(q_THE, kv_TW, whole, pool)
+        if isinstance(step.whole, Decodes):
+            return self._decode(q_THE, step.whole, pool)
+        if isinstance(step.whole, Chunk):
+            return self._chunk(q_THE, kv_TW, step.whole, pool)
         y_TX = q_THE.new_zeros(step.num_rows, self.num_heads * self.head_dim)  # padded rows stay 0
-        for group in step.decodes:
-            y_TX[group.rows] = self._decode(q_THE[group.rows], group, pool)
+        if step.decodes is not None:
+            y_TX[step.decodes.rows] = self._decode(q_THE[step.decodes.rows], step.decodes, pool)
         for chunk in step.chunks:
             rows = slice(chunk.start, chunk.stop)
             y_TX[rows] = self._chunk(q_THE[rows], kv_TW[rows], chunk, pool)
         return y_TX
 
-    def _decode(self, q_NHE: torch.Tensor, group: DecodeGroup, pool: Pool) -> torch.Tensor:
+    def _decode(self, q_NHE: torch.Tensor, decodes: Decodes, pool: Pool) -> torch.Tensor:
         """The G queries that share a key head are its "rows", so that no key is repeated."""
-        kv = pool.read(self.layer, group.slots_S).view(group.size, group.length, 2, self.num_kv_heads, self.head_dim)
-        k_NKSE, v_NKSE = kv.permute(2, 0, 3, 1, 4).unbind(0)
-        q_NKGE = q_NHE.unflatten(1, (self.num_kv_heads, -1))
-        bias = None if group.bias_N1S is None else group.bias_N1S.unsqueeze(1)
-        y_NKGE = F.scaled_dot_product_attention(q_NKGE, k_NKSE, v_NKSE, attn_mask=bias, scale=self.scale)
-        return y_NKGE.reshape(group.size, -1)
+        q_NKGE = q_NHE.view(decodes.size, self.num_kv_heads, -1, self.head_dim)
+        mixed = []
+        for group in decodes.groups:
+            rows = pool.borrow(self.layer, group.slots_S)
+            kv = rows.view(group.stop - group.start, group.length, 2, self.num_kv_heads, self.head_dim)
+            k_NKSE, v_NKSE = kv.permute(2, 0, 3, 1, 4).unbind(0)
+            bias = None if group.bias_N1S is None else group.bias_N1S.unsqueeze(1)
+            q = q_NKGE[group.start : group.stop]
+            mixed.append(F.scaled_dot_product_attention(q, k_NKSE, v_NKSE, attn_mask=bias, scale=self.scale))
+        return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).reshape(decodes.size, -1)
 
     def _chunk(self, q_QHE: torch.Tensor, kv_QW: torch.Tensor, chunk: Chunk, pool: Pool) -> torch.Tensor:
         rows = kv_QW if chunk.slots_S is None else pool.read(self.layer, chunk.slots_S)

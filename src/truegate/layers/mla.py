@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from truegate.cache.pools import Pool
-from truegate.layers.layout import Chunk, DecodeGroup, StepLayout
+from truegate.layers.layout import Chunk, Decodes, StepLayout
 from truegate.layers.linear import Linear
 from truegate.layers.norm import RMSNorm
 from truegate.layers.rope import rotate_
@@ -60,46 +60,50 @@ class MLA(nn.Module):
 
     def _project(self, x_TD: torch.Tensor, step: StepLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q_nope_THU, q_rope_THR and the pool's rows_TW (views of the fused projections, normed and rotated there)."""
-        nope, kv, rope = self.num_heads * self.nope_dim, self.kv_rank, self.rope_dim
+        nope, kv, rope, num_rows = self.num_heads * self.nope_dim, self.kv_rank, self.rope_dim, step.num_rows
         down = self.down(x_TD)
         if self.up is None:
             q_nope, latent, rotated = down[:, :nope], down[:, nope : nope + kv + rope], down[:, nope + kv :]
-            rotate_(rotated.unflatten(1, (-1, rope)), step.rotations_T1R)  # k_rope, then the heads' q_rope
-            q_rope = rotated[:, rope:]
+            rotated = rotated.view(num_rows, self.num_heads + 1, rope)  # k_rope, then the heads' q_rope
+            rotate_(rotated, step.rotations_T1R)
+            q_rope = rotated[:, 1:]
         else:
             q_latent, latent = down[:, : self.q_rank], down[:, self.q_rank :]
             up = self.up(self.q_norm(q_latent))
-            q_nope, q_rope = up[:, :nope], up[:, nope:]
-            rotate_(q_rope.unflatten(1, (-1, rope)), step.rotations_T1R)
-            rotate_(latent[:, kv:].unflatten(1, (-1, rope)), step.rotations_T1R)
+            q_nope, q_rope = up[:, :nope], up[:, nope:].view(num_rows, self.num_heads, rope)
+            rotate_(q_rope, step.rotations_T1R)
+            rotate_(latent[:, kv:].view(num_rows, 1, rope), step.rotations_T1R)
         self.kv_norm.apply_(latent[:, :kv])
-        return q_nope.unflatten(1, (self.num_heads, -1)), q_rope.unflatten(1, (self.num_heads, -1)), latent
+        return q_nope.view(num_rows, self.num_heads, self.nope_dim), q_rope, latent
 
     def _attend(
         self, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, step: StepLayout, pool: Pool
     ) -> torch.Tensor:
-        whole = step.whole()
-        if isinstance(whole, DecodeGroup):
-            return self._decode(q_nope, q_rope, whole, pool)
-        if isinstance(whole, Chunk):
-            return self._chunk(q_nope, q_rope, latent, whole, pool)
+        if isinstance(step.whole, Decodes):
+            return self._decode(q_nope, q_rope, step.whole, pool)
+        if isinstance(step.whole, Chunk):
+            return self._chunk(q_nope, q_rope, latent, step.whole, pool)
         y_TX = q_nope.new_zeros(step.num_rows, self.num_heads * self.value_dim)  # padded rows stay 0
-        for group in step.decodes:
-            y_TX[group.rows] = self._decode(q_nope[group.rows], q_rope[group.rows], group, pool)
+        if step.decodes is not None:
+            rows = step.decodes.rows
+            y_TX[rows] = self._decode(q_nope[rows], q_rope[rows], step.decodes, pool)
         for chunk in step.chunks:
             rows = slice(chunk.start, chunk.stop)
             y_TX[rows] = self._chunk(q_nope[rows], q_rope[rows], latent[rows], chunk, pool)
         return y_TX
 
-    def _decode(self, q_nope: torch.Tensor, q_rope: torch.Tensor, group: DecodeGroup, pool: Pool) -> torch.Tensor:
+    def _decode(self, q_nope: torch.Tensor, q_rope: torch.Tensor, decodes: Decodes, pool: Pool) -> torch.Tensor:
         """Absorbed: the H queries of a sequence are rows of one attention over its latents."""
-        rows_NSW = pool.read(self.layer, group.slots_S).view(group.size, group.length, -1)
         q_NHW = self._absorb(q_nope, q_rope)
-        if group.bias_N1S is None:
-            scores_NHS = torch.bmm(q_NHW, rows_NSW.transpose(1, 2)).mul_(self.scale)
-        else:
-            scores_NHS = torch.baddbmm(group.bias_N1S, q_NHW, rows_NSW.transpose(1, 2), alpha=self.scale)
-        mixed_NHC = torch.bmm(scores_NHS.softmax(-1), rows_NSW[..., : self.kv_rank])
+        mixed_NHC = q_NHW.new_empty(decodes.size, self.num_heads, self.kv_rank)
+        for group in decodes.groups:
+            part = slice(group.start, group.stop)
+            rows_NSW = pool.borrow(self.layer, group.slots_S).view(group.stop - group.start, group.length, -1)
+            if group.bias_N1S is None:
+                scores_NHS = torch.bmm(q_NHW[part], rows_NSW.transpose(1, 2)).mul_(self.scale)
+            else:
+                scores_NHS = torch.baddbmm(group.bias_N1S, q_NHW[part], rows_NSW.transpose(1, 2), alpha=self.scale)
+            torch.bmm(scores_NHS.softmax(-1), rows_NSW[..., : self.kv_rank], out=mixed_NHC[part])
         return self._values(mixed_NHC.transpose(0, 1))
 
     def _absorb(self, q_nope_THU: torch.Tensor, q_rope_THR: torch.Tensor) -> torch.Tensor:

@@ -133,7 +133,8 @@ def rotate_(x_THR: torch.Tensor, rotations_T1R: torch.Tensor) -> None:
 
     One multiplication over a view, where the textbook form with halves is six operations.
     """
-    pairs = x_THR.unflatten(-1, (-1, 2))
+    num_rows, num_heads, size = x_THR.shape
+    pairs = x_THR.view(num_rows, num_heads, size // 2, 2)
     if x_THR.dtype == torch.float32:
         torch.view_as_complex(pairs).mul_(rotations_T1R)
     else:

@@ -93,7 +93,7 @@ class CausalLM(nn.Module):
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: Pool) -> torch.Tensor:
-        step = step_layout(batch, pool.page_size, self.rotations_XR, self.dtype)
+        step = step_layout(batch, pool, self.rotations_XR)
         x_TD = F.embedding(batch.token_ids_T, self.embedding)
         for block in self.blocks:
             x_TD = block(x_TD, batch, step, pool)

@@ -1,13 +1,18 @@
 """Rotary frequencies are transformers' own; the orders of products inside attention agree; the pool has a sink."""
 
+import itertools
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import DeepseekV3Config, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
 from truegate.cache.pools import MHAPool
 from truegate.errors import UserError
+from truegate.layers.layout import cut
 from truegate.layers.mla import MLA
 from truegate.layers.norm import RMSNorm
 from truegate.layers.rope import interleave_rows, rope_spec, rope_table, rotate_
@@ -98,6 +103,18 @@ def test_latent_attention_takes_the_cheaper_order_of_its_products(checkpoint):
     )
     assert not published.prefers_absorbed(4096, 4096)
     assert published.prefers_absorbed(64, 4096)
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=40), st.integers(1, 4000), st.integers(1, 600))
+def test_decode_groups_cover_all_contexts_and_waste_no_more_than_a_group_costs(lengths, most, cost):
+    ends, total = cut(lengths, most, cost)
+    assert ends == sorted(set(ends))
+    assert ends[-1] == len(lengths)
+    groups = [lengths[a:b] for a, b in itertools.pairwise([0, *ends])]
+    assert total == sum(max(group) * len(group) + cost for group in groups)
+    for group in groups:
+        assert len(group) == 1 or max(group) * len(group) <= most
+        assert max(group) * len(group) - sum(group) <= cost * (len(group) - 1)
 
 
 def test_a_pool_needs_a_page_beside_the_sink():
