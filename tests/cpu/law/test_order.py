@@ -92,12 +92,13 @@ def chosen(spec):
 
 def test_decode_of_realise_is_the_definition_for_every_combination_that_compiles():
     assert len(all_cases()) > 1000
-    for case in all_cases():
+    for i, case in enumerate(all_cases()):
         logits, more, gate, ids, weights = chosen(case.spec)
         want = definition(case, logits, more, gate)
         emitted = weights * emitted_factor(case)
         home = np.arange(6) % case.plan.placement.num_ranks
-        for name, valid in MASKS.items():
+        for name in ("unmasked", ("mid", "none", "mid", "all")[i % 4]):
+            valid = MASKS[name]
             routed = realise(case.plan, ids, emitted, valid_T=valid, shared_gate_T=gate, home_T=home)
             c = want if valid is None else np.where(valid[:, None], want, 0.0)
             np.testing.assert_allclose(decode(case.plan, routed), c, **EXACT, err_msg=f"{name}: {case.label}")
