@@ -1,0 +1,211 @@
+"""Train a ledger model on one GPU for a given number of minutes, then save it as a Hugging Face checkpoint.
+
+The learning rate follows the clock, not a step count: it rises over the first 2 %, holds, and falls to 0 over the last
+half. Matrices are trained with Muon (orthogonalised momentum), everything else with Adam.
+"""
+
+import argparse
+import json
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from documents import ID_MASK, LEARN, START
+from export import save_checkpoint
+from model import Documents, Ledger, MoE, Shape
+from torch import Tensor, nn
+
+MAX_DOCUMENTS = 2048  # per batch; the list of starts is padded to one length so that shapes stay fixed
+LONGEST = 3072  # upper bound of a document's length, fixed for the same reason
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum brought to the nearest orthogonal matrix by five Newton-Schulz steps; stacks of matrices one by one."""
+
+    def __init__(self, params: list[nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "decay": decay})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+            for p in group["params"]:
+                by_shape.setdefault(p.shape[-2:], []).append(p)
+            for shape, params in by_shape.items():
+                updates = []
+                for p in params:
+                    buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    buffer.lerp_(p.grad, 1 - group["momentum"])
+                    updates.append(p.grad.lerp(buffer, group["momentum"]).reshape(-1, *shape))
+                update = orthogonal(torch.cat(updates)) * max(1.0, shape[0] / shape[1]) ** 0.5
+                for p, u in zip(params, update.split([len(u) for u in updates]), strict=True):
+                    p.mul_(1 - group["lr"] * group["decay"])
+                    p.add_(u.view_as(p).to(p.dtype), alpha=-group["lr"])
+
+
+def orthogonal(g: Tensor) -> Tensor:
+    x = g.bfloat16()
+    wide = x.shape[-2] <= x.shape[-1]
+    x = x if wide else x.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        square = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x if wide else x.mT
+
+
+Batch = tuple[Tensor, Tensor, Tensor, Documents]  # ids_T, target_T, second target_T; -100 where nothing is learned
+
+
+def batches(folder: Path, tokens: int, device: str, seed: int) -> Iterator[Batch]:
+    """Endless batches, prepared by a thread: files new in the folder first, then old ones again in random order."""
+    ready: queue.Queue[Batch] = queue.Queue(8)
+    rng = np.random.default_rng(seed)
+
+    def produce() -> None:
+        known: list[Path] = []
+        while True:
+            new = sorted(set(folder.glob("*.u16")) - set(known))
+            known += new
+            rng.shuffle(new)
+            for file in new or [known[rng.integers(len(known))]]:
+                stream = np.fromfile(file, dtype=np.uint16)
+                for begin in range(0, len(stream) - tokens + 1, tokens):
+                    ready.put(prepare(stream[begin : begin + tokens], pin=device == "cuda"))
+
+    threading.Thread(target=produce, daemon=True).start()
+    while True:
+        ids, first, second, docs = ready.get()
+        position, start = (x.to(device, non_blocking=True) for x in (docs.position_T, docs.start_N))
+        moved = [x.to(device, non_blocking=True) for x in (ids, first, second)]
+        yield moved[0], moved[1], moved[2], Documents(position_T=position, start_N=start, longest=docs.longest)
+
+
+def prepare(marked: np.ndarray, pin: bool) -> Batch:
+    """One batch of a marked stream, on the host."""
+    tokens = len(marked)
+    ids, start = (marked & ID_MASK).astype(np.int64), (marked & START) > 0
+    learned = (marked & LEARN) > 0
+    learned[: np.argmax(start)] = False  # the document cut at the batch's head has lost its question
+    start[0] = True
+    begin = start.nonzero()[0]
+    if len(begin) >= MAX_DOCUMENTS:
+        raise ValueError(f"{len(begin)} documents in a batch: raise MAX_DOCUMENTS above {MAX_DOCUMENTS}")
+    starts = np.full(MAX_DOCUMENTS, tokens, dtype=np.int32)
+    starts[: len(begin)] = begin
+    index = np.arange(tokens)
+    position = index - np.maximum.accumulate(np.where(start, index, 0))
+    first, second = np.full(tokens, -100), np.full(tokens, -100)
+    first[:-1] = np.where(learned, ids, -100)[1:]
+    second[:-2] = np.where(learned & (position >= 2), ids, -100)[2:]
+    tensors = [torch.from_numpy(x) for x in (ids, first, second, position, starts)]
+    ids_T, first_T, second_T, position_T, start_N = (x.pin_memory() for x in tensors) if pin else tensors
+    return ids_T, first_T, second_T, Documents(position_T=position_T, start_N=start_N, longest=LONGEST)
+
+
+def optimizers(model: Ledger, muon_lr: float, adam_lr: float, decay: float) -> list[torch.optim.Optimizer]:
+    matrices, others = [], []
+    for name, p in model.named_parameters():
+        inside = name.startswith(("blocks.", "mtp.")) and p.ndim >= 2 and not name.endswith("router")
+        (matrices if inside or name == "eh_proj" else others).append(p)
+    if muon_lr == 0:
+        return [torch.optim.AdamW(matrices + others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=decay, fused=True)]
+    routers = [p for p in others if p.shape == model.blocks[-1].mlp.router.shape]
+    others = [p for p in others if p.shape != model.blocks[-1].mlp.router.shape]
+    groups = [{"params": others, "lr": adam_lr}, {"params": routers, "lr": adam_lr / 4}]
+    adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    return [Muon(matrices, lr=muon_lr, decay=decay), adam]
+
+
+def learning_rate(done: float) -> float:
+    """Fraction of the peak rate when `done` of the time is over."""
+    return min(1.0, done / 0.02, 2.0 * (1.0 - done))
+
+
+def train(model: Ledger, args: argparse.Namespace) -> dict[str, object]:
+    device = args.device
+    data = batches(args.data, args.batch_tokens, device, args.seed)
+    opts = optimizers(model, args.muon_lr, args.adam_lr, args.decay)
+    peaks = [[group["lr"] for group in opt.param_groups] for opt in opts]
+    moes = [module for module in model.modules() if isinstance(module, MoE)]
+    if args.compile:
+        for block in [*model.blocks, model.mtp]:
+            block.compile(dynamic=False)
+    began, step, history, loads = None, 0, [], []
+    while True:
+        if step == 3:  # compilation does not count as training time
+            torch.cuda.synchronize() if device == "cuda" else None
+            began = time.monotonic()
+        done = 0.0 if began is None else (time.monotonic() - began) / (60 * args.minutes)
+        if done >= 1:
+            break
+        ids, first, second, docs = next(data)
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            logits, logits2 = model(ids, docs)
+            loss = F.cross_entropy(logits.float(), first, ignore_index=-100)
+            loss2 = F.cross_entropy(logits2.float(), second, ignore_index=-100)
+        (loss + args.mtp_weight * loss2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for opt, peak in zip(opts, peaks, strict=True):
+            for group, lr in zip(opt.param_groups, peak, strict=True):
+                group["lr"] = lr * learning_rate(done) if began else lr * 0.01
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+        loads = [(moe.load / moe.load.mean()).tolist() for moe in moes] if step % 200 == 199 or done > 0.99 else loads
+        for moe in moes:
+            moe.balance(args.balance_rate * min(1.0, 2 * (1 - done)))
+        step += 1
+        if step % 200 == 0:
+            history.append((step, round(done, 3), round(loss.item(), 5), round(loss2.item(), 5)))
+            print(args.name, *history[-1], flush=True)
+    seconds = time.monotonic() - began
+    return {
+        "args": {name: str(value) for name, value in vars(args).items()},
+        "shape": model.s.as_dict(),
+        "steps": step,
+        "tokens": step * args.batch_tokens,
+        "seconds": round(seconds, 1),
+        "tokens_per_second": round((step - 3) * args.batch_tokens / seconds),
+        "loss": round(loss.item(), 6),
+        "mtp_loss": round(loss2.item(), 6),
+        "load": [[round(x, 3) for x in moe_load] for moe_load in loads],
+        "history": history,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--name", default="ledger")
+    parser.add_argument("--data", required=True, type=Path, help="folder of documents.py")
+    parser.add_argument("--tokenizer", required=True, type=Path, help="folder of tokenizer.py")
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--shape", default="{}", help="JSON of sizes that differ from model.Shape")
+    parser.add_argument("--minutes", type=float, default=7.0)
+    parser.add_argument("--batch-tokens", type=int, default=65536)
+    parser.add_argument("--muon-lr", type=float, default=0.02, help="0: Adam for everything")
+    parser.add_argument("--adam-lr", type=float, default=3e-3)
+    parser.add_argument("--decay", type=float, default=0.05)
+    parser.add_argument("--mtp-weight", type=float, default=0.2)
+    parser.add_argument("--balance-rate", type=float, default=4e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--compile", action="store_true")
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    shape = Shape(**json.loads(args.shape))
+    model = Ledger(shape).to(args.device)
+    print(args.name, f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
+    figures = train(model, args)
+    print(args.name, {k: v for k, v in figures.items() if k not in ("args", "shape", "history", "load")}, flush=True)
+    save_checkpoint(model, args.tokenizer, args.out)
+    (args.out / "log.json").write_text(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
