@@ -108,10 +108,11 @@ async def _events(
     plain = _ChunkWriter(head, usage_field=body.include_usage)
     writer = _ChunkWriter(head | shape.top(), usage_field=body.include_usage)
     begun: set[int] = set()
+    counting = body.continuous_usage
     while came:
         out = []
         for answer, piece in came:
-            counts = _usage(job) if body.continuous_usage else None
+            counts = _usage(job) if counting else None
             opening = None
             if answer.index not in begun:
                 begun.add(answer.index)
