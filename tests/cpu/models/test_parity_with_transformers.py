@@ -2,7 +2,19 @@
 
 import pytest
 import torch
-from parity import LIMIT, MODES, Paged, make_prompts, reference_logits, run_mode, worst
+from parity import (
+    GREEDY_MODES,
+    LIMIT,
+    MODES,
+    Paged,
+    answers,
+    greedy_prompts,
+    make_prompts,
+    num_differing,
+    reference_logits,
+    run_mode,
+    worst,
+)
 from tiny_checkpoints import ARCHITECTURES, reference, save
 
 from truegate.models import load_model
@@ -16,6 +28,18 @@ def test_logits_equal_transformers_in_every_mode(name, checkpoint):
     for mode in MODES:
         error = worst(run_mode(mode, ours, prompts), expected)
         assert error <= LIMIT, (mode, error)
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3-YaRN", "Qwen2-MoE-mixed"])
+def test_greedy_tokens_equal_transformers_through_the_scheduler(name, checkpoint):
+    theirs, folder = checkpoint(name)
+    ours, prompts = load_model(folder), greedy_prompts()[:6]
+    for mode in ("16 rows", "cached"):
+        got = answers(ours, prompts, num_tokens=10, **GREEDY_MODES[mode])
+        assert num_differing(theirs, prompts, got["tokens"]) == 0, mode
+        assert (got["cached"] > 0) == (mode == "cached")
+    got["tokens"][3][4] = (got["tokens"][3][4] + 1) % 200
+    assert num_differing(theirs, prompts, got["tokens"]) > 0  # the count can rise
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
