@@ -9,6 +9,7 @@ from typing import Any
 
 from truegate.errors import UserError
 from truegate.law.families import family_of, specs_of, text_config
+from truegate.law.spec import Denominator
 
 _MAX_HEADS = 16
 
@@ -141,7 +142,7 @@ def canary_config(like: Mapping[str, Any], sizes: Sizes, vocab_size: int) -> dic
         "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02,
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     }  # fmt: skip
-    config |= a.extra | a.routing
+    config |= a.extra | _explicit(like, a)
     config |= {k: real[k] for k in (*_ROUTING_KEYS, *a.keep) if k in real and real[k] is not None}
     if "rope_parameters" in config or a.model_type == "gpt_oss":
         config["rope_parameters"] = {"rope_type": "default", "rope_theta": _theta(real), **_partial(config)}
@@ -152,6 +153,25 @@ def canary_config(like: Mapping[str, Any], sizes: Sizes, vocab_size: int) -> dic
     if all(spec is None for spec in specs_of(config)):
         raise UserError(f"{layers} layers of this model hold no MoE layer; give more --layers")
     return config
+
+
+def _explicit(like: Mapping[str, Any], a: Arch) -> dict[str, Any]:
+    """The family's routing keys with the values that the real model's spec has, for keys that its config omits."""
+    specs = specs_of(like)
+    first = next((i for i, spec in enumerate(specs) if spec is not None), None)
+    if first is None or (spec := specs[first]) is None:
+        raise UserError("this model has no MoE layer; a canary audits MoE layers")
+    groups = spec.groups
+    derived = {
+        "n_routed_experts": spec.num_experts, "num_experts": spec.num_experts, "num_local_experts": spec.num_experts,
+        "num_experts_per_tok": spec.top_k, "n_group": groups.count if groups else 1,
+        "topk_group": groups.kept if groups else 1, "n_shared_experts": spec.num_shared_slots,
+        "routed_scaling_factor": spec.routed_scale, "norm_topk_prob": spec.denominator is not Denominator.NONE,
+        "first_k_dense_replace": first, "swiglu_limit": spec.clamp, "use_routing_bias": spec.has_selection_bias,
+    }  # fmt: skip
+    if a.model_type == "deepseek_v2":
+        derived["topk_method"] = "greedy" if groups is None else "group_limited_greedy"
+    return {key: derived.get(key, value) for key, value in a.routing.items()}
 
 
 def _three_moe_layers(real: Mapping[str, Any], a: Arch) -> int:

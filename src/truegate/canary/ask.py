@@ -114,7 +114,8 @@ class Asker:
         e = self.effort
         yield "single", self._single
         yield "decode", self._decode
-        yield "long", self._long
+        if e.long:
+            yield "long", self._long
         if self.api.echo:
             yield "echo", self._echo
         for size in e.batches:
@@ -175,11 +176,14 @@ class Asker:
         self._ask_each(phase, [[p] for p in self.probes], parallel=1, batch=1)
         return f"{len(self.probes)} prompts of one token, one after the other"
 
-    def _walk(self, phase: str, start: int, answer: Completion, batch: int, row: int, first: int) -> None:
-        """Follow a greedy walk from probe `start`; observations stop where it leaves the known cycle."""
+    def _walk(self, phase: str, start: int, answer: Completion, batch: int, row: int) -> None:
+        """Follow a greedy walk from probe `start`; observations stop where it leaves the known cycle.
+
+        Of several walks at once, walk `row` ends after row + 1 steps: at step s, `batch` - s are left.
+        """
         probe = start
         for step, top in enumerate(answer.tops):
-            self.evidence.observations.append(Observation(phase, probe, top, batch, row, first + step))
+            self.evidence.observations.append(Observation(phase, probe, top, max(1, batch - step), max(0, row - step), step))
             probe = self.manifest.successor(probe)
             if step >= len(answer.tokens) or answer.tokens[step] != self.manifest.token(probe):
                 self.evidence.wandered[phase] = self.evidence.wandered.get(phase, 0) + 1
@@ -190,7 +194,7 @@ class Asker:
         starts = cycle[:: self.effort.walk]
         for start in starts:
             answer = self.client.complete(self.api, [self._tokens([start])], self.effort.walk)[0]
-            self._walk(phase, start, answer, 1, 0, 0)
+            self._walk(phase, start, answer, 1, 0)
         return f"{len(starts)} walks of {self.effort.walk} generated tokens"
 
     def _long(self, phase: str) -> str:
@@ -252,7 +256,7 @@ class Asker:
             if isinstance(answer, Refusal):
                 self._note(phase, start, answer, batch=len(jobs), row=row, position=0)
             else:
-                self._walk(phase, start, answer, len(jobs), row, 0)
+                self._walk(phase, start, answer, len(jobs), row)
         return f"{len(jobs)} walks of 1 to {len(jobs)} tokens at once"
 
     def _prefix_cache(self, phase: str) -> str:

@@ -40,6 +40,7 @@ class Cells:
     high: Matrix
     values: Matrix  # [N, W], NaN where unknown; for showing
     want: Matrix  # [N, W], the definition
+    known: Matrix  # [M, W]: what any probe of any layer should read
 
     @property
     def rows(self) -> NDArray[np.int64]:
@@ -59,7 +60,12 @@ class Cells:
     def only(self, mask: NDArray[np.bool_]) -> "Cells":
         keep = np.flatnonzero(mask)
         return Cells(
-            [self.sights[i] for i in keep], self.low[keep], self.high[keep], self.values[keep], self.want[keep]
+            [self.sights[i] for i in keep],
+            self.low[keep],
+            self.high[keep],
+            self.values[keep],
+            self.want[keep],
+            self.known,
         )
 
 
@@ -119,9 +125,10 @@ def measure(manifest: Manifest, evidence: Evidence) -> Measured:
         low = np.where(listed, values - room, -np.inf)
         rows[probe.layer].append((sight, low, values + room + slack, values, want))
     _add_answers(manifest, evidence, rows, out)
+    known = np.array([m[:width] for i, m in manifest.expected.items() if manifest.probes[i].layer in manifest.layers])
     for layer, found in rows.items():
         columns = [np.array([r[k] for r in found]).reshape(len(found), width) for k in (1, 2, 3, 4)]
-        out.layers[layer] = Cells([r[0] for r in found], *columns)
+        out.layers[layer] = Cells([r[0] for r in found], *columns, known)
     return out
 
 
@@ -146,11 +153,10 @@ def _add_answers(
             out.troubles.append(Trouble(seen.phase, q.layer, what, refused=False))
             continue
         low, high = np.full(width, -math.inf), np.full(width, math.inf)
-        want, value = np.full(width, math.nan), np.full(width, math.nan)
+        value = np.full(width, math.nan)
         room = 0.1 * (answer.high - answer.low) if math.isfinite(answer.high - answer.low) else 0.0
         low[q.slot], high[q.slot] = answer.low - room, answer.high + room
-        want = np.zeros(width)
-        want[q.slot] = c_out[q.row, q.slot] * plain
+        want = c_out[q.row] * unit.output(layer.spec, Kind.PLAIN, c_in[q.row])
         value[q.slot] = want[q.slot] if answer.right else _middle(answer.low, answer.high)
         sight = Sight(seen.phase, q.row, Kind.PLAIN, seen.batch, 0, seen.position, time)
         rows[q.layer].append((sight, low, high, value, want))

@@ -28,7 +28,8 @@ def factor(cells: Cells, columns: list[int]) -> float | None:
     if not on.any() or (low[~on] > 0).any():
         return None
     lo, hi = float((low[on] / want[on]).max()), float((high[on] / want[on]).min())
-    return (lo + hi) / 2 if lo <= hi and math.isfinite(lo + hi) else None
+    g = (lo + hi) / 2 if lo <= hi and math.isfinite(lo + hi) else None
+    return None if g is None or abs(g) < 1e-3 else g
 
 
 def wrong_columns(cells: Cells) -> list[int]:

@@ -76,8 +76,9 @@ def explain(manifest: Manifest, evidence: Evidence) -> tuple[Verdict, Measured]:
     for index, cells in seen.layers.items():
         right = cells.right()
         verdict.grid[index] = _grid(cells, right)
-        verdict.num_cells += int((cells.want != 0).sum())
-        verdict.num_right += int((cells.want[right] != 0).sum())
+        counted = (cells.want != 0) & np.isfinite(cells.values)
+        verdict.num_cells += int(counted.sum())
+        verdict.num_right += int(counted[right].sum())
         if not right.all():
             found += _explain_layer(manifest.layers[index], cells, right)
     verdict.findings = _merge(found)
@@ -132,10 +133,14 @@ def _base(cells: Cells) -> NDArray[np.bool_]:
 def find_cause(layer: Layer, cells: Cells, which: NDArray[np.bool_], *, rows_too: bool = False) -> Cause | None:
     """The simplest cause that fits all observations in `which`; None when nothing does.
 
-    In order: one deviation; a few columns; one factor on the routed or shared columns; two deviations; all columns.
+    In order: one deviation; a few columns; two deviations; one factor on the routed or shared columns; all columns.
     """
     part = cells.only(which)
     num_experts = layer.spec.num_experts
+    if rows_too and (part.low <= 0).all() and (part.high < part.want).any(axis=1).all():
+        explained = which & cells.fits(np.zeros_like(cells.want))
+        text = "rows are lost: no expert and no shared expert is added"
+        return Cause(("rows-lost",), text, explained, np.ones(len(which), dtype=bool))
     candidates = hypotheses(layer)
     singles = [h for h in candidates if len(h.parts) == 1]
     if (cause := _fit(layer, cells, part, singles)) is not None:
@@ -143,9 +148,9 @@ def find_cause(layer: Layer, cells: Cells, which: NDArray[np.bool_], *, rows_too
     few = match_columns(part, num_experts)
     if few is not None and len(few.columns) <= max(2, num_experts // 8):
         return _column_cause(cells, few)
-    if (cause := _by_factor(layer, cells, part)) is not None:
-        return cause
     if (cause := _fit(layer, cells, part, [h for h in candidates if len(h.parts) == 2])) is not None:
+        return cause
+    if (cause := _by_factor(layer, cells, part)) is not None:
         return cause
     if few is not None:
         return _column_cause(cells, few)
@@ -206,9 +211,6 @@ def _column_cause(cells: Cells, match: Match) -> Cause:
 def _by_rows(layer: Layer, cells: Cells, which: NDArray[np.bool_]) -> Cause | None:
     """Whole rows: nothing was added, part of a row, or another row's answer was given."""
     part, everywhere = cells.only(which), np.ones(len(which), dtype=bool)
-    if (part.low <= 0).all():
-        return Cause(("rows-lost",), "rows are lost: no expert and no shared expert is added",
-                     which & cells.fits(np.zeros_like(cells.want)), everywhere)  # fmt: skip
     split = layer.spec.num_experts
     if split < layer.width and (part.low[:, :split] <= 0).all():
         only_shared = np.where(np.arange(layer.width) < split, 0.0, cells.want)
@@ -254,16 +256,14 @@ def _block(columns: NDArray[np.int64], num_experts: int) -> tuple[int, int] | No
 
 
 def _other_rows(layer: Layer, cells: Cells, which: NDArray[np.bool_]) -> Cause | None:
-    """Rows that hold what another row of the layer's table should read."""
-    table = {s.row: i for i, s in enumerate(cells.sights) if s.kind is Kind.PLAIN}
-    if not table:
-        return None
-    known = cells.want[list(table.values())]
-    hits = 0
+    """Rows that hold what another probe of any layer should read, or nothing."""
+    known = np.concatenate([cells.known, np.zeros((1, layer.width))])
+    hits, silent = 0, 0
     for n in np.flatnonzero(which):
         fits = ((cells.low[n] <= known) & (known <= cells.high[n])).all(axis=1)
-        hits += bool(fits.any())
-    if hits < 0.9 * which.sum():
+        hits += bool(fits[:-1].any())
+        silent += bool(fits[-1])
+    if not hits or hits + silent < 0.9 * which.sum():
         return None
     return Cause(("rows-shifted",), "rows hold the answer of other rows", which.copy(), np.ones(len(which), dtype=bool))
 

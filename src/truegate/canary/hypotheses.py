@@ -264,5 +264,7 @@ def hypotheses(layer: Layer) -> list[Hypothesis]:
 
 
 def _compatible(a: Deviation, b: Deviation) -> bool:
+    if {a.name, b.name} == {"routed-dropped", "shared-dropped"}:
+        return False  # nothing at all: rows are lost
     routing = {"select", "score", "weight", "router"}
     return a.axis != b.axis and not ("router" in (a.axis, b.axis) and {a.axis, b.axis} <= routing)

@@ -54,7 +54,7 @@ def _sizes(sights: Sequence[Sight], wrong: Mask, right: Mask) -> str:
         return ", ".join(map(str, sizes))
 
     line = f"batch sizes wrong {listed(bad)}, right {listed(good)}"
-    if len(bad) > 2 and all(b % 8 for b in bad) and all(g % 8 == 0 or g == 1 for g in good):
+    if len(bad) > 2 and all(b % 8 for b in bad) and any(g % 8 == 0 for g in good):
         return line + ": only off the grid of multiples of 8"
     if min(good) > max(bad):
         return line + f": only up to {max(bad)} rows"
