@@ -20,7 +20,8 @@ CLIENT = """
 import resource
 from truegate.evals.cli import app
 app(standalone_mode=False)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(used.ru_utime + used.ru_stime, used.ru_maxrss)
 """
 ITEMS, CONCURRENCY, LIMIT_S, LIMIT_MIB = 1319, 128, 20.0, 40.0
 
@@ -52,7 +53,8 @@ def ask(folder: Path, url: str, count: int) -> dict[str, float]:
     summary = json.loads((folder / f"run{count}" / "summary.json").read_text())
     if done.returncode or summary["answers"] != count or summary["accuracy"] != 1.0:
         raise SystemExit(f"the run went wrong: {done.stderr[-500:]}")
-    return {"items": count, "seconds": seconds, "mib": int(done.stdout.split()[-1]) / 1024}
+    cpu, kib = done.stdout.split()[-2:]
+    return {"items": count, "seconds": seconds, "cpu": float(cpu), "mib": int(kib) / 1024}
 
 
 def main() -> int:
@@ -68,9 +70,11 @@ def main() -> int:
     print(
         f"{CONCURRENCY} requests in flight, {os.cpu_count()} cores shared with the endpoint, load {before:.1f} before"
     )
-    print("| items | seconds, start to report | items/s | peak memory, MiB |\n|---|---|---|---|")
+    names = ("items", "seconds, start to report", "client's CPU seconds", "items/s", "peak memory, MiB")
+    print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|")
     for row in rows:
-        print(f"| {row['items']:,} | {row['seconds']:.1f} | {row['items'] / row['seconds']:.0f} | {row['mib']:.0f} |")
+        rate = row["items"] / row["seconds"]
+        print(f"| {row['items']:,} | {row['seconds']:.1f} | {row['cpu']:.1f} | {rate:.0f} | {row['mib']:.0f} |")
     grown = rows[1]["mib"] - rows[0]["mib"]
     print(f"four times the items take {grown:.1f} MiB more (limit {LIMIT_MIB:g}); {ITEMS:,} may take {LIMIT_S:g} s")
     return int(rows[0]["seconds"] > LIMIT_S or grown > LIMIT_MIB)
