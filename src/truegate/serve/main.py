@@ -170,7 +170,7 @@ class _Server:
             options.names[0],
             *self.listener.getsockname()[:2],
             time.monotonic() - self.began,
-            self.client.stats.self_test if self.client.stats and self.client.stats.self_test else "none",
+            ((self.client.stats and self.client.stats.self_test) or "none").partition(":")[0],
         )
         await self.http.serve(sockets=[self.listener])
 
@@ -183,7 +183,7 @@ class _Server:
         if self.fault is not None:
             line = f"FAULT PLANTED: {self.options.engine.fault}: {self.fault}"
             more = "The answers of this server are wrong on purpose; /health says so too."
-            log.warning("\n%s\n%s\n%s\n%s", "!" * len(line), line, more, "!" * len(line))
+            log.warning("\n%s\n%s\n%s\n%s", "!" * 80, line, more, "!" * 80)
 
     @contextlib.contextmanager
     def _handled_signals(self) -> Iterator[None]:
