@@ -128,7 +128,7 @@ class Asker:
         for rank in range(e.dp_ranks if e.dp_ranks > 1 else 0):
             yield f"data-parallel rank {rank}", self._on_rank(rank)
         yield "after silence", self._after_silence
-        yield "again", self._single
+        yield "again", self._again
 
     def _greedy_phases(self) -> Iterator[tuple[str, Callable[[str], str]]]:
         yield "questions", self._questions
@@ -176,6 +176,12 @@ class Asker:
         self._ask_each(phase, [[p] for p in self.probes], parallel=1, batch=1)
         return f"{len(self.probes)} prompts of one token, one after the other"
 
+    def _again(self, phase: str) -> str:
+        """The first phase once more, after load; a part of it when little is to be asked."""
+        probes = self._some(16) if self.effort.name == "quick" else self.probes
+        self._ask_each(phase, [[p] for p in probes], parallel=1, batch=1)
+        return f"{len(probes)} of the single prompts once more"
+
     def _walk(self, phase: str, start: int, answer: Completion, batch: int, row: int) -> None:
         """Follow a greedy walk from probe `start`; observations stop where it leaves the known cycle.
 
@@ -191,7 +197,7 @@ class Asker:
 
     def _decode(self, phase: str) -> str:
         cycle = self.manifest.data["cycle"]
-        starts = cycle[:: self.effort.walk]
+        starts = cycle[:: self.effort.walk * (3 if self.effort.name == "quick" else 1)]
         for start in starts:
             answer = self.client.complete(self.api, [self._tokens([start])], self.effort.walk)[0]
             self._walk(phase, start, answer, 1, 0)
@@ -200,7 +206,7 @@ class Asker:
     def _long(self, phase: str) -> str:
         prompts = [self._some(length) for length in self.effort.long for _ in range(3)]
         self._ask_each(phase, prompts, parallel=1, batch=1)
-        return f"{len(prompts)} prompts of {self.effort.long[0]} to {self.effort.long[-1]} tokens"
+        return f"{len(prompts)} prompts of {', '.join(map(str, self.effort.long))} tokens"
 
     def _echo(self, phase: str) -> str:
         rounds = 1 if self.effort.name == "quick" else 3
@@ -210,7 +216,7 @@ class Asker:
             for position, (probe, top) in enumerate(zip(prompt, answer.echo, strict=False)):
                 if top is not None:
                     self.evidence.observations.append(Observation(phase, probe, top, 1, 0, position))
-        return f"{rounds} prompts, every position read"
+        return f"{rounds} prompt{'s' * (rounds > 1)}, every position read"
 
     def _batch_of(self, size: int) -> Callable[[str], str]:
         def phase(name: str) -> str:

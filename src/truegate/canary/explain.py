@@ -263,7 +263,7 @@ def _other_rows(layer: Layer, cells: Cells, which: NDArray[np.bool_]) -> Cause |
         fits = ((cells.low[n] <= known) & (known <= cells.high[n])).all(axis=1)
         hits += bool(fits[:-1].any())
         silent += bool(fits[-1])
-    if not hits or hits + silent < 0.9 * which.sum():
+    if not hits or hits + silent < 0.75 * which.sum():
         return None
     return Cause(("rows-shifted",), "rows hold the answer of other rows", which.copy(), np.ones(len(which), dtype=bool))
 
