@@ -31,7 +31,7 @@ from truegate.law.fault import faulty_select
 from truegate.law.faults import FAULTS
 from truegate.law.spec import Activation, SharedGate, WeightAt
 
-EFFORT = Effort(name="benchmark", batches=(3, 8, 13), streams=5, walk=16, long=(7,), silence=0.0)
+EFFORT = Effort(name="quick", batches=(3, 8, 13), streams=4, walk=16, long=(), silence=0.0)
 FAMILIES = (
     "deepseek_v3",
     "deepseek_v2",
@@ -49,7 +49,7 @@ class Subject:
     """A healthy model with its canary; faults come and go as hooks on its modules."""
 
     def __init__(self, family: str, folder: Path, seed: int = 0) -> None:
-        sizes = Sizes(hidden=512, layers=None, intermediate=32)
+        sizes = Sizes(hidden=512, intermediate=16, num_experts=8 if family == "mixtral" else 32)
         self.manifest: Manifest = make(default_config(family), folder, Recipe(sizes=sizes, seed=seed))
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
         self.layers = {i: self._block(i) for i in self.manifest.layers}
