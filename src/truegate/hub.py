@@ -60,13 +60,16 @@ def _from_hub(model: str) -> Path:
     except LocalEntryNotFoundError:
         pass
     try:
-        return Path(snapshot_download(**wanted))
+        folder = Path(snapshot_download(**wanted))
+        if _complete(folder):
+            return folder
+        cause = "it has no more than part of the files"  # what the client returns when it cannot reach the hub
     except Exception as error:  # the hub's client raises a dozen kinds; each means: not to be had
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"{model} is neither a folder nor in the local hub cache, and the hub did not give it ({cause}): "
-            "check the name and the network, or download it elsewhere and pass its folder"
-        ) from None
+    raise UserError(
+        f"{model} is neither a folder nor whole in the local hub cache, and the hub did not give it ({cause}): "
+        "check the name and the network, or download it elsewhere and pass its folder"
+    )
 
 
 def _complete(folder: Path) -> bool:

@@ -6,6 +6,7 @@ no engine process outlives this one.
 
 import asyncio
 import contextlib
+import ipaddress
 import json
 import logging
 import os
@@ -165,10 +166,14 @@ class _Server:
         self.died = None
         self._announce_fault()
         self.listener.listen(2048)
+        host, port = self.listener.getsockname()[:2]
+        if not options.api_keys and not ipaddress.ip_address(host).is_loopback:
+            log.warning("listening on %s without --api-key: whoever reaches it may use it", host)
         log.info(
             "%s is served at http://%s:%d/v1 after %.1f s; self-test: %s",
             options.names[0],
-            *self.listener.getsockname()[:2],
+            f"[{host}]" if ":" in host else host,
+            port,
             time.monotonic() - self.began,
             ((self.client.stats and self.client.stats.self_test) or "none").partition(":")[0],
         )
