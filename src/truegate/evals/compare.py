@@ -106,10 +106,10 @@ def check_comparable(a: Run, b: Run, *, force: bool) -> tuple[str, ...]:
                 notes.append(f"note: {run.name} is unfinished, {len(run.records)} of {expected} answers")
     else:
         notes.append("note: prompts and sampling of another harness's dump are not known and were not compared")
-        differ = _different_golds(a, b)
-        if differ and not force:
-            raise UserError(f"the runs are not comparable: {differ} (--force compares them all the same)")
-        notes += [f"forced though {differ}"] if differ else []
+        golds = _different_golds(a, b)
+        if golds and not force:
+            raise UserError(f"the runs are not comparable: {golds} (--force compares them all the same)")
+        notes += [f"forced though {golds}"] if golds else []
     return tuple(notes)
 
 
@@ -204,7 +204,7 @@ def _repeats(groups: Groups) -> int:
 
 
 def _share(group: list[Record], name: str) -> float:
-    return sum(getattr(r, name) for r in group) / len(group)
+    return sum(bool(getattr(r, name)) for r in group) / len(group)
 
 
 def _paired_p(left: Groups, right: Groups, name: str) -> float:
@@ -231,8 +231,10 @@ def _flags(left: Groups, right: Groups, name: str) -> Flags:
 def _lengths(left: Groups, right: Groups) -> tuple[str, list[float], list[float]]:
     """Mean length of each item in both runs: tokens where every reply has the server's count, else characters."""
     usage = {tokens_source(r for group in side for r in group) for side in (left, right)} == {"usage"}
-    length = (lambda r: r.tokens or 0) if usage else (lambda r: r.characters)
-    means = [[sum(length(r) for r in group) / len(group) for group in side] for side in (left, right)]
+    means = [
+        [sum((r.tokens or 0) if usage else r.characters for r in group) / len(group) for group in side]
+        for side in (left, right)
+    ]
     return ("tokens" if usage else "characters"), means[0], means[1]
 
 

@@ -165,7 +165,7 @@ def _inspect_sample(sample: Any, path: Path) -> Record:
     usage = output.get("usage") or {}
     finish = choice.get("stop_reason")
     failed = sample.get("error") or output.get("error")
-    verdict = next(iter((sample.get("scores") or {}).values()), {})
+    verdict: dict[str, Any] = next(iter((sample.get("scores") or {}).values()), {})
     return _record(
         _asked(sample["id"], int(sample.get("epoch", 1)) - 1, sample.get("target")),
         Reply(

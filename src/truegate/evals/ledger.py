@@ -1,7 +1,7 @@
 """Ledger problems: word problems about who owns how many of what, with a worked answer, of any number of steps.
 
 The embedded model is trained on these and `truegate eval run ledger` asks them. Longer problems are harder step by
-step, not only longer: more people, more kinds of things, larger numbers, and balances last written long before.
+step, not only longer: more accounts (someone's things of one kind), larger numbers, balances written longer ago.
 Invariant: every problem belongs to one split, decided by a hash of its opening (who owns what at the start), so that no
 seed can bring a question of the test split into training, or the other way round. No torch, no numpy.
 """
@@ -105,24 +105,22 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How hard a step is at a given length: people, kinds of things, sizes of opening balances and of changes."""
+    """How hard a step is at a given length: accounts, sizes of opening balances, of changes and of any balance."""
 
-    people: tuple[int, int]
-    things: tuple[int, int]
+    accounts: tuple[int, int]
     start: tuple[int, int]
     change: tuple[int, int]
+    limit: int
     plain: bool = False  # only gains and losses
 
 
 SCALES: tuple[tuple[int, Scale], ...] = (
-    (3, Scale(people=(1, 1), things=(1, 1), start=(3, 30), change=(2, 12), plain=True)),
-    (6, Scale(people=(1, 2), things=(1, 1), start=(5, 60), change=(2, 20))),
-    (12, Scale(people=(2, 2), things=(1, 2), start=(10, 90), change=(2, 40))),
-    (20, Scale(people=(2, 3), things=(1, 2), start=(10, 150), change=(2, 60))),
-    (28, Scale(people=(3, 3), things=(2, 2), start=(20, 200), change=(3, 90))),
-    (10**9, Scale(people=(3, 4), things=(2, 2), start=(20, 200), change=(3, 90))),
+    (3, Scale(accounts=(1, 1), start=(3, 30), change=(2, 12), limit=99, plain=True)),
+    (6, Scale(accounts=(1, 1), start=(5, 40), change=(2, 15), limit=99)),
+    (14, Scale(accounts=(1, 2), start=(10, 60), change=(2, 20), limit=199)),
+    (24, Scale(accounts=(2, 3), start=(10, 80), change=(2, 30), limit=199)),
+    (10**9, Scale(accounts=(3, 3), start=(20, 99), change=(2, 40), limit=299)),
 )
-BALANCE_LIMIT = 999
 
 
 def problems(*, steps: int, count: int, seed: int) -> list[Problem]:
@@ -148,11 +146,9 @@ def word_problem(rng: random.Random, *, steps: int, split: Split) -> Problem:
         raise UserError(f"a ledger problem has at least 1 step, not {steps}")
     scale = next(scale for limit, scale in SCALES if steps <= limit)
     while True:
-        people = rng.sample(NAMES, rng.randint(*scale.people))
-        things = rng.sample(THINGS, rng.randint(*scale.things))
-        opening = {(a, t): rng.randint(*scale.start) for t in things for a in people}
+        opening = {account: rng.randint(*scale.start) for account in _accounts(rng, rng.randint(*scale.accounts))}
         if _split_of(repr(sorted(opening.items()))) == split:
-            return _Ledger(rng, scale, people, things, opening).play(steps)
+            return _Ledger(rng, scale, opening).play(steps)
 
 
 def plain_sum(rng: random.Random, *, split: Split) -> Problem:
@@ -170,6 +166,14 @@ def plain_sum(rng: random.Random, *, split: Split) -> Problem:
     value = {"+": a + b, "-": a - b, "*": a * b}[sign]
     question = rng.choice(SUMS[sign]).format(a=a, b=b)
     return Problem(question=question, answer=str(value), solution=f"{a} {sign} {b} = {value}\n#### {value}")
+
+
+def _accounts(rng: random.Random, count: int) -> list[tuple[str, str]]:
+    """`count` (person, thing) pairs: people who own one thing each, the same, or two people of whom one owns two."""
+    people, things = rng.sample(NAMES, count), rng.sample(THINGS, 2)
+    if count == 3 and rng.random() < 0.5:
+        return [(people[0], things[0]), (people[0], things[1]), (people[1], things[0])]
+    return [(a, things[0]) for a in people]
 
 
 def _split_of(key: str) -> Split:
@@ -199,16 +203,9 @@ _Event = tuple[str, str, _Balances]  # the clause told, its working, the balance
 class _Ledger:
     """The balances of one problem while its question and its worked solution are written side by side."""
 
-    def __init__(
-        self,
-        rng: random.Random,
-        scale: Scale,
-        people: list[str],
-        things: list[str],
-        opening: dict[tuple[str, str], int],
-    ) -> None:
-        self.rng, self.scale, self.people, self.things = rng, scale, people, things
-        self.balance = dict(opening)
+    def __init__(self, rng: random.Random, scale: Scale, opening: _Balances) -> None:
+        self.rng, self.scale, self.balance = rng, scale, dict(opening)
+        self.people, self.things = (list(dict.fromkeys(owned)) for owned in zip(*opening, strict=True))
         self.clauses: set[str] = set()  # an event told twice in the same words would make "the next event" ambiguous
         self.result = rng.choice(RESULTS)
 
@@ -219,7 +216,7 @@ class _Ledger:
         for step in range(1, steps + 1):
             clause, working = self._event()
             question.append(_capital(rng.choice(LINKS) + clause) + ".")
-            solution.append(_capital(clause) + self.result.format(working))
+            solution.append(f"{step}. " + _capital(clause) + self.result.format(working))
             if step % CHECK_EVERY == 0 and step < steps:
                 solution.append(check.format(step, self._state()))
         asked, answer, closing = self._question()
@@ -231,11 +228,12 @@ class _Ledger:
     def _opening(self) -> str:
         style, sentences = self.rng.choice(STARTS), []
         for a in self.people:
-            sentences.append(f"{a} {style.format(' and '.join(f'{self.balance[a, t]} {t}' for t in self.things))}.")
+            owned = " and ".join(f"{n} {t}" for (b, t), n in self.balance.items() if b == a)
+            sentences.append(f"{a} {style.format(owned)}.")
         return self.rng.choice(OPENINGS) + " ".join(sentences)
 
     def _state(self) -> str:
-        return ", ".join(f"{a} {t} = {self.balance[a, t]}" for a in self.people for t in self.things)
+        return ", ".join(f"{a} {t} = {n}" for (a, t), n in self.balance.items())
 
     def _event(self) -> tuple[str, str]:
         """The next event as (clause, working), after it has changed the balances; its words are new in this problem."""
@@ -243,14 +241,13 @@ class _Ledger:
         if not self.scale.plain:
             kinds += [self._pack, self._double, self._half]
         if len(self.people) > 1:
-            kinds += [self._move] * 8 + [self._match] * 2
+            kinds += [self._move] * 6 + [self._match]
         while True:
-            a, t = self.rng.choice(self.people), self.rng.choice(self.things)
-            event = self.rng.choice(kinds)(a, t)
+            event = self.rng.choice(kinds)(*self.rng.choice(list(self.balance)))
             if event is None:
                 continue
             clause, working, after = event
-            if clause not in self.clauses and all(0 <= value <= BALANCE_LIMIT for value in after.values()):
+            if clause not in self.clauses and all(0 <= value <= self.scale.limit for value in after.values()):
                 self.clauses.add(clause)
                 self.balance.update(after)
                 return clause, working
@@ -263,14 +260,18 @@ class _Ledger:
         n, old = self.rng.randint(*self.scale.change), self.balance[a, t]
         return self._say(LOSSES, a=a, n=n, t=t), f"{a} {t} {old} - {n} = {old - n}", {(a, t): old - n}
 
-    def _move(self, a: str, t: str) -> _Event:
-        b = self._other(a)
+    def _move(self, a: str, t: str) -> _Event | None:
+        b = self._other(a, t)
+        if b is None:
+            return None
         n, old, other = self.rng.randint(*self.scale.change), self.balance[a, t], self.balance[b, t]
         working = f"{a} {t} {old} - {n} = {old - n}, {b} {t} {other} + {n} = {other + n}"
         return self._say(MOVES, a=a, b=b, n=n, t=t), working, {(a, t): old - n, (b, t): other + n}
 
-    def _match(self, a: str, t: str) -> _Event:
-        b = self._other(a)
+    def _match(self, a: str, t: str) -> _Event | None:
+        b = self._other(a, t)
+        if b is None:
+            return None
         old, other = self.balance[a, t], self.balance[b, t]
         working = f"{b} {t} = {other}, {a} {t} {old} + {other} = {old + other}"
         return self._say(MATCHES, a=a, b=b, t=t), working, {(a, t): old + other}
@@ -293,21 +294,22 @@ class _Ledger:
     def _say(self, forms: tuple[str, ...], **words: str | int) -> str:
         return self.rng.choice(forms).format(**words)
 
-    def _other(self, a: str) -> str:
-        return self.rng.choice([b for b in self.people if b != a])
+    def _other(self, a: str, t: str) -> str | None:
+        """Somebody else who owns things of this kind."""
+        others = [b for b, u in self.balance if u == t and b != a]
+        return self.rng.choice(others) if others else None
 
     def _question(self) -> tuple[str, int, list[str]]:
         """What is asked, its answer, and the closing lines that work it out."""
-        a, t = self.rng.choice(self.people), self.rng.choice(self.things)
-        if len(self.people) == 1:
-            return self._say(ASK_ONE, a=a, t=t), self.balance[a, t], []
+        a, t = self.rng.choice(list(self.balance))
         kind = self.rng.random()
-        if kind < 0.2:
+        if len(self.balance) == 1 or kind < 0.3:
             return self._say(ASK_ONE, a=a, t=t), self.balance[a, t], []
-        if kind < 0.4 or len(self.things) == 1:
-            asked, values = self._say(ASK_THING, t=t), [self.balance[b, t] for b in self.people]
+        t = self.things[0]  # the kind that more than one person owns
+        if kind < 0.6 or len(self.things) == 1:
+            asked, values = self._say(ASK_THING, t=t), [n for (_, u), n in self.balance.items() if u == t]
         else:
-            asked, values = self._say(ASK_ALL), [self.balance[b, u] for b in self.people for u in self.things]
+            asked, values = self._say(ASK_ALL), list(self.balance.values())
         return asked, sum(values), [f"Total: {', '.join(_additions(values))}."]
 
 

@@ -144,13 +144,12 @@ def own_file(path: Path, *, mode: Mode | None = None) -> Task:
 
 
 def _messages(value: Any, where: str) -> Messages:
-    good = isinstance(value, list) and value
-    good = good and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
-    )
-    if not good:
+    messages = value if isinstance(value, list) else []
+    if not messages or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    ):
         raise UserError(f'{where}: "messages" must be a list of {{"role", "content"}} texts')
-    return tuple((m["role"], m["content"]) for m in value)
+    return tuple((m["role"], m["content"]) for m in messages)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -122,8 +122,8 @@ def judge_mlperf(
     verdict = worst([gate.verdict for gate in gates.values()])
     if form == "json":
         rows = {n: asdict(g) | {"verdict": g.verdict.name} for n, g in gates.items()}
-        for row in rows.values():
-            row |= {key: Verdict(row[key]).name for key in ("accuracy_verdict", "tokens_verdict")}
+        for fields in rows.values():
+            fields |= {key: Verdict(fields[key]).name for key in ("accuracy_verdict", "tokens_verdict")}
         _json({"verdict": verdict.name, "exit_code": verdict.exit_code, "runs": rows})
         return verdict.exit_code
     header = ("", "measured", "demanded", "")
