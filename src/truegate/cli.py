@@ -14,6 +14,7 @@ from truegate.bench import verbs as bench_verbs
 from truegate.canary.cli import app as canary_app
 from truegate.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_USAGE, TruegateError
 from truegate.evals.cli import app as eval_app
+from truegate.moe import verbs as moe_verbs
 from truegate.serve import verbs as serve_verbs
 
 app = typer.Typer(
@@ -27,6 +28,8 @@ app = typer.Typer(
 app.command(rich_help_panel="Engine")(serve_verbs.serve)
 app.command(rich_help_panel="Engine")(serve_verbs.chat)
 app.command(rich_help_panel="Engine")(bench_verbs.bench)
+app.command(rich_help_panel="Trust")(moe_verbs.plan)
+app.command(rich_help_panel="Trust")(moe_verbs.check)
 app.add_typer(canary_app, name="canary", rich_help_panel="Trust")
 app.add_typer(eval_app, name="eval", rich_help_panel="Trust")
 
@@ -69,43 +72,6 @@ def run(
     text = sys.stdin.read() if prompt == "-" else prompt
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     run_prompt(text, model=model, params=params, raw=raw, stats=stats)
-
-
-@app.command()
-def plan(
-    config: Annotated[str, typer.Argument(help="A Hugging Face config.json, or the folder it is in.")],
-    ep: Annotated[int, typer.Option(help="Expert-parallel ranks.")] = 1,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of each attention replica.")] = 1,
-    dp: Annotated[int | None, typer.Option(help="Data-parallel attention replicas (default: ep / tp).")] = None,
-    router: Annotated[str | None, typer.Option(help="Default: the one that goes with the experts.")] = None,
-    experts: Annotated[str, typer.Option(help="Expert kernel: torch runs here, the others are contracts.")] = "torch",
-    dispatch: Annotated[str | None, typer.Option(help="Exchange (default: local, or allgather if ep > 1).")] = None,
-    fuse_shared: Annotated[bool, typer.Option(help="Run the shared expert as extra slots of the kernel.")] = False,
-    replicate_shared: Annotated[bool, typer.Option(help="Compute gathered rows' shared slot on every rank.")] = False,
-    scale_at: Annotated[str, typer.Option(help="Where the routed scale multiplies: weights or output.")] = "weights",
-    redundant: Annotated[int, typer.Option(help="Redundant physical experts.")] = 0,
-    layer: Annotated[int | None, typer.Option(help="Which layer (default: the first MoE layer).")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Show who multiplies what in a MoE layer, what padding looks like on each edge, and where ids go; or why not.
-
-    SGLang's --tp-size 8 --dp-size 8 --enable-dp-attention is --tp 1 --dp 8 here. Backends other than torch and local
-    are contracts: our reading of an interface, compiled and checked, not run.
-    """
-    from truegate.law.plan import Ranks
-    from truegate.moe.show import as_json, as_text, plan_of
-
-    ranks = Ranks(tp=tp, dp=max(1, ep // max(1, tp)) if dp is None else dp, ep=ep)
-    index, compiled = plan_of(
-        config, ranks=ranks, layer=layer, experts=experts, dispatch=dispatch, router=router, redundant=redundant,
-        fuse_shared=fuse_shared, scale_at=scale_at, replicate_shared=replicate_shared,
-    )  # fmt: skip
-    if json:
-        import json as library
-
-        print(library.dumps(as_json(index, compiled), indent=2))
-    else:
-        print("\n".join(as_text(index, compiled)))
 
 
 def main() -> None:

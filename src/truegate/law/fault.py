@@ -15,7 +15,7 @@ import numpy
 from truegate.law.order import Routed, decode, realise
 from truegate.law.plan import Plan
 from truegate.law.select import select
-from truegate.law.spec import RoutingSpec
+from truegate.law.spec import RoutingSpec, WeightAt
 
 Array = Any
 
@@ -47,6 +47,7 @@ class Fault:
     shared: Callable[[Plan], float] | None = None  # factor on the shared expert
     gain: Callable[[Callable[[Array, Array], Array], Array, Array], Array] | None = None  # act, gate, up -> output
     gate: Callable[[Array, ModuleType], Array] | None = None  # the shared expert's gate_T
+    weigh_wrong_side: bool = False  # the weight is at the expert's input where it should be at its output, or back
     total: float | None = None  # factor on the kernel's sum
     rows: Callable[[Array, ModuleType], Array] | None = None  # rows of the kernel's sum change places
     wrap: str | None = None  # more than data: the wrapper of that name in moe/plant.py; coefficients are not predicted
@@ -78,13 +79,51 @@ def predict(
     in_kernel = c.shape[1] if plan.num_shared else plan.spec.num_choices  # columns the kernel computes
     if fault.shared is not None:
         c[:, plan.spec.num_choices :] *= fault.shared(plan)
-    if fault.total is not None:
+    at_input = plan.spec.weight_at is WeightAt.INPUT
+    if fault.total is not None and not at_input:
         c[:, :in_kernel] *= fault.total
-    if fault.rows is not None:
+    if fault.rows is not None and gain is None:
         c[:, :in_kernel] = fault.rows(c[:, :in_kernel], numpy)
-    if fault.gain is not None and gain is not None:
-        c[:, :in_kernel] *= gain.ratio(fault.gain)[:, :in_kernel]
+    if gain is not None:
+        identity = slice(plan.spec.num_experts, plan.spec.num_choices)
+        kept_TZ = c[:, identity].copy()  # no kernel computes these
+        _arithmetic(fault, plan, c, gain, in_kernel)
+        c[:, identity] = kept_TZ
     return c
+
+
+def _arithmetic(fault: Fault, plan: Plan, c: Array, gain: "Gain", in_kernel: int) -> None:
+    """What an instrument with this gain reads where the kernel's own arithmetic is wrong; c changes in place."""
+    routed = slice(0, plan.spec.num_experts)
+    at_input = plan.spec.weight_at is WeightAt.INPUT
+    if fault.gain is not None:
+        ratio_TC = gain.ratio(fault.gain)[:, :in_kernel]
+        if at_input:  # the instrument solves for the weight
+            wrong = fault.gain(gain.act, c[:, routed] * gain.gate_TC[:, routed], c[:, routed] * gain.up_TC[:, routed])
+            c[:, routed] = gain.solve(wrong, routed)
+            c[:, plan.spec.num_experts : in_kernel] *= ratio_TC[:, plan.spec.num_experts :]
+        else:
+            c[:, :in_kernel] *= ratio_TC
+    if fault.total is not None and at_input:
+        unit = gain.act(c[:, routed] * gain.gate_TC[:, routed], c[:, routed] * gain.up_TC[:, routed])
+        c[:, routed] = gain.solve(fault.total * unit, routed)
+        c[:, plan.spec.num_experts : in_kernel] *= fault.total
+    if fault.rows is not None:  # a neighbour's output carries the neighbour's amplitude
+        kernel = slice(0, in_kernel)
+        if at_input:
+            moved = gain.act(c[:, kernel] * gain.gate_TC[:, kernel], c[:, kernel] * gain.up_TC[:, kernel])
+            c[:, kernel] = gain.solve(fault.rows(moved, numpy), kernel)
+        else:
+            unit = gain.act(gain.gate_TC[:, kernel], gain.up_TC[:, kernel])
+            c[:, kernel] = fault.rows(c[:, kernel] * unit, numpy) / unit
+    if fault.weigh_wrong_side:
+        if at_input:
+            unit = gain.act(gain.gate_TC[:, routed], gain.up_TC[:, routed])
+            c[:, routed] = gain.solve(c[:, routed] * unit, routed)
+        else:
+            kernel = slice(0, in_kernel)
+            gate_TC, up_TC = gain.gate_TC[:, kernel], gain.up_TC[:, kernel]
+            c[:, kernel] = gain.act(c[:, kernel] * gate_TC, c[:, kernel] * up_TC) / gain.act(gate_TC, up_TC)
 
 
 class Gain(NamedTuple):
@@ -97,6 +136,16 @@ class Gain(NamedTuple):
     def ratio(self, wrong: Callable[[Callable[[Array, Array], Array], Array, Array], Array]) -> Array:
         """What the wrong arithmetic puts out over what is right, [T, C]."""
         return wrong(self.act, self.gate_TC, self.up_TC) / self.act(self.gate_TC, self.up_TC)
+
+    def solve(self, unit_TC: Array, columns: slice) -> Array:
+        """w with act(w gate, w up) = unit for those columns, by bisection on [0, 64]: the left side grows with w."""
+        gate_TC, up_TC = self.gate_TC[:, columns], self.up_TC[:, columns]
+        low, high = numpy.zeros_like(unit_TC), numpy.full_like(unit_TC, 64.0)
+        for _ in range(60):
+            middle = (low + high) / 2
+            below = self.act(middle * gate_TC, middle * up_TC) < unit_TC
+            low, high = numpy.where(below, middle, low), numpy.where(below, high, middle)
+        return numpy.where(unit_TC == 0, 0.0, (low + high) / 2)
 
 
 def faulty_select(

@@ -51,16 +51,37 @@ def _has_shared(plan: Plan) -> bool:
     return plan.spec.shared is not None
 
 
+def _linear_shared(plan: Plan) -> bool:
+    """A factor on the shared weight is one on its output: not where a fused slot is weighed at its input."""
+    return _has_shared(plan) and not (plan.num_shared and plan.spec.weight_at is WeightAt.INPUT)
+
+
+def _beside(plan: Plan) -> bool:
+    return plan.spec.shared is not None and plan.num_shared == 0
+
+
 def _gated(plan: Plan) -> bool:
     return plan.spec.shared is not None and plan.spec.shared.gate is SharedGate.SIGMOID
 
 
 def _fused(plan: Plan) -> bool:
-    return plan.num_shared > 0
+    return plan.num_shared > 0 and plan.spec.weight_at is WeightAt.OUTPUT
+
+
+def _stride_differs(plan: Plan) -> bool:
+    """Numbering slots by E names another expert somewhere."""
+    logical_P = plan.placement.logical_P
+    slots_P = numpy.arange(len(logical_P)) % plan.placement.num_experts
+    return bool((logical_P[slots_P] != logical_P).any())
 
 
 def _replicated(plan: Plan) -> bool:
     return plan.placement.has_replicas
+
+
+def _adds_replicas(plan: Plan) -> bool:
+    """Two replicas that both run add up to twice the weight: where it multiplies the output."""
+    return _replicated(plan) and plan.spec.weight_at is WeightAt.OUTPUT
 
 
 def _ranked(plan: Plan) -> bool:
@@ -268,9 +289,9 @@ FAULTS: tuple[Fault, ...] = (
           choose=_weights(lambda c: c.xp.flip(c.weights_TK, (1,))),
           says="the right experts carry each other's weights: ids and weights are sorted differently"),
     Fault(name="weight-at-wrong-side", kind="SCORE", applies=lambda p: p.spec.weight_at is WeightAt.INPUT,
-          wrap="weigh-output", says="the weight multiplies the expert's output, and should multiply its input"),
+          weigh_wrong_side=True, says="the weight multiplies the expert's output, and should multiply its input"),
     Fault(name="weight-at-input", kind="SCORE", applies=lambda p: p.spec.weight_at is WeightAt.OUTPUT,
-          wrap="weigh-input", says="the weight multiplies the expert's input, and should multiply its output"),
+          weigh_wrong_side=True, says="the weight multiplies the expert's input, and should multiply its output"),
     # BIAS
     Fault(name="bias-leak", kind="BIAS", applies=_biased, choose=_weights(_leak),
           says="the selection bias enters the weights: they are s + b, and should be s"),
@@ -309,17 +330,22 @@ FAULTS: tuple[Fault, ...] = (
           says="the best expert is chosen twice, in place of the second best"),
     Fault(name="ties-highest-id", kind="SELECT", applies=_ranked, choose=_select_highest_tie,
           says="equal scores go to the highest id, and should go to the lowest"),
+    # REDUCE
+    Fault(name="reduced-twice", kind="REDUCE", total=2.0,
+          says="the experts' sum is counted twice: it is reduced twice"),
+    Fault(name="reduce-missing", kind="REDUCE", total=0.5,
+          says="half of the experts' sum is missing: a shard or a rank is not added"),
     # SHARED
-    Fault(name="shared-inverse-scale", kind="SHARED", applies=lambda p: _has_shared(p) and _scaled(p),
+    Fault(name="shared-inverse-scale", kind="SHARED", applies=lambda p: _linear_shared(p) and _scaled(p),
           shared=lambda p: 1 / p.spec.routed_scale,
           says="shared expert counts {inverse}, should be 1.000 = 1/routed_scaling_factor: "
                "the router folded the scale and nobody multiplies afterwards"),
-    Fault(name="shared-by-scale", kind="SHARED", applies=lambda p: _has_shared(p) and _scaled(p),
+    Fault(name="shared-by-scale", kind="SHARED", applies=lambda p: _linear_shared(p) and _scaled(p),
           shared=lambda p: p.spec.routed_scale,
           says="shared expert counts {scale}, should be 1.000: the last multiply covers it too"),
-    Fault(name="shared-doubled", kind="SHARED", applies=_has_shared, shared=lambda p: 2.0,
+    Fault(name="shared-doubled", kind="SHARED", applies=_linear_shared, shared=lambda p: 2.0,
           says="shared expert counts twice: it is added by two parts, or by each of two ranks"),
-    Fault(name="shared-dropped", kind="SHARED", applies=_has_shared, shared=lambda p: 0.0,
+    Fault(name="shared-dropped", kind="SHARED", applies=_linear_shared, shared=lambda p: 0.0,
           says="shared expert is missing"),
     Fault(name="shared-gate-missing", kind="SHARED", applies=_gated, gate=lambda g, xp: xp.ones_like(g),
           says="the shared expert's sigmoid gate is not applied: it counts 1 for every token"),
@@ -354,16 +380,11 @@ FAULTS: tuple[Fault, ...] = (
     Fault(name="expert-scaled", kind="LOAD",
           lay=_weigh(lambda p, r, xp: xp.where(r.ids_TJ == 0, 1.05 * r.weights_TJ, r.weights_TJ)),
           says="one expert's output is off by a factor: a scale was read wrongly"),
-    Fault(name="replica-counted-twice", kind="MAP", applies=_replicated, lay=_both_replicas,
+    Fault(name="replica-counted-twice", kind="MAP", applies=_adds_replicas, lay=_both_replicas,
           says="an expert with two replicas is computed by both"),
-    Fault(name="stride-without-redundant", kind="MAP", applies=_replicated,
+    Fault(name="stride-without-redundant", kind="MAP", applies=_stride_differs,
           lay=_slots(lambda p, ids, xp: ids % p.spec.num_experts),
           says="slots are numbered as if there were no redundant experts"),
-    # REDUCE
-    Fault(name="reduced-twice", kind="REDUCE", total=2.0,
-          says="the experts' sum is counted twice: it is reduced twice"),
-    Fault(name="reduce-missing", kind="REDUCE", total=0.5,
-          says="half of the experts' sum is missing: a shard or a rank is not added"),
     # LOAD and ACT: the kernel's arithmetic
     Fault(name="gate-up-swapped", kind="LOAD", gain=lambda act, gate, up: act(up, gate),
           says="gate and up projections are swapped"),
@@ -384,7 +405,7 @@ FAULTS: tuple[Fault, ...] = (
           says="rows get the outputs of their neighbours"),
     Fault(name="stale-routing", kind="STATE", wrap="stale",
           says="a row is routed by what an earlier batch left behind"),
-    Fault(name="input-overwritten", kind="STATE", wrap="overwrite", applies=_has_shared,
+    Fault(name="input-overwritten", kind="STATE", wrap="overwrite", applies=_beside,
           says="the experts overwrite the rows that the shared expert still has to read"),
     # OBS
     Fault(name="pad-counted", kind="OBS", wrap="count-pads", says="padded rows are counted as load"),

@@ -1,0 +1,78 @@
+"""What `truegate check` prints: the checks of each layer, or the mutants and what saw them."""
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from truegate.config import free_host_bytes
+from truegate.errors import UserError
+from truegate.hub import model_folder, model_name
+from truegate.law.faults import FAULTS, named
+from truegate.law.plan import Choices
+from truegate.moe.backends import choose
+from truegate.moe.check import check_config
+from truegate.moe.mutants import false_alarms, outcomes
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def check(
+    model: str | None, *, dtype: str, device: str, router: str | None, experts: str, dispatch: str, fuse_shared: bool,
+    scale_at: str, fault: str | None,
+) -> bool:  # fmt: skip
+    """Self-test every kind of MoE layer of the model and print it; True if all is right."""
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise UserError(f"--device {device}: torch sees no GPU here; use --device cpu")
+    free = free_host_bytes() if device == "cpu" else torch.cuda.mem_get_info()[0]
+    backends = choose(experts=experts, dispatch=dispatch, router=router)
+    choices = Choices(fuse_shared=fuse_shared, scale_at=scale_at)
+    planted = None if fault is None else named(fault)
+    console, right = Console(), True
+    reports = check_config(
+        model_folder(model), backends, choices, dtype=DTYPES[dtype], device=device, free_bytes=free, fault=planted
+    )  # fmt: skip
+    for layers, plan, report in reports:
+        table = Table("measured", "worst", "right", title=f"{model_name(model)}, layers {layers[0]}..{layers[-1]}")
+        for one in report.checks:
+            table.add_row(one.name, f"{one.worst:.2g}", "yes" if one.ok else "NO", style=None if one.ok else "red")
+        console.print(table)
+        console.print(f"{plan.spec.family}, {report.dtype}, {report.seconds:.2f} s: {report.sentence}")
+        right &= report.ok
+    return right
+
+
+def mutants(cases: int) -> bool:
+    """Print each mutant, what caught it and what was said; then false alarms. True if all is as it should be."""
+    console = Console()
+    table = Table("mutant", "kind", "layer", "caught by", "named", "said")
+    missed, named_right, total = [], 0, 0
+    for one in track(outcomes(layers_each=2), description="mutants", console=console, transient=True):
+        total += 1
+        caught = one.caught_by
+        named_right += one.named
+        if not caught:
+            missed.append(f"{one.fault.name} in {one.layer}")
+        seen = caught[0] + (f" and {len(caught) - 1} more" if len(caught) > 1 else "") if caught else "NOT CAUGHT"
+        table.add_row(
+            one.fault.name, one.fault.kind, one.layer, seen, "yes" if one.named else "no", one.report.sentence
+        )
+    console.print(table)
+    kinds = len({fault.kind for fault in FAULTS})
+    print(
+        f"{total - len(missed)} of {total} mutants caught ({len(FAULTS)} faults of {kinds} kinds), {named_right} named"
+    )
+    for line in missed:
+        print(f"missed: {line}")
+    alarms = 0
+    for plan, report in track(
+        false_alarms(cases), total=cases, description="right layers", console=console, transient=True
+    ):
+        if not report.ok:
+            alarms += 1
+            print(f"false alarm: {report.sentence} in {plan.spec}")
+    if cases:
+        print(f"{alarms} false alarms in {cases} right layers of random mathematics, sizes, fusion and replicas")
+    return not missed and not alarms

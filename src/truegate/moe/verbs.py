@@ -1,0 +1,80 @@
+"""The verbs `plan` and `check`: thin, everything heavy is imported inside them."""
+
+from typing import Annotated
+
+import typer
+
+from truegate.errors import EXIT_FAULT, UserError
+
+
+def plan(
+    config: Annotated[str, typer.Argument(help="A Hugging Face config.json, or the folder it is in.")],
+    ep: Annotated[int, typer.Option(help="Expert-parallel ranks.")] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of each attention replica.")] = 1,
+    dp: Annotated[int | None, typer.Option(help="Data-parallel attention replicas (default: ep / tp).")] = None,
+    router: Annotated[str | None, typer.Option(help="Default: the one that goes with the experts.")] = None,
+    experts: Annotated[str, typer.Option(help="Expert kernel: torch runs here, the others are contracts.")] = "torch",
+    dispatch: Annotated[str | None, typer.Option(help="Exchange (default: local, or allgather if ep > 1).")] = None,
+    fuse_shared: Annotated[bool, typer.Option(help="Run the shared expert as extra slots of the kernel.")] = False,
+    replicate_shared: Annotated[bool, typer.Option(help="Compute gathered rows' shared slot on every rank.")] = False,
+    scale_at: Annotated[str, typer.Option(help="Where the routed scale multiplies: weights or output.")] = "weights",
+    redundant: Annotated[int, typer.Option(help="Redundant physical experts.")] = 0,
+    layer: Annotated[int | None, typer.Option(help="Which layer (default: the first MoE layer).")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show who multiplies what in a MoE layer, what padding looks like on each edge, and where ids go; or why not.
+
+    SGLang's --tp-size 8 --dp-size 8 --enable-dp-attention is --tp 1 --dp 8 here. Backends other than torch and local
+    are contracts: our reading of an interface, compiled and checked, not run.
+    """
+    from truegate.law.plan import Ranks
+    from truegate.moe.show import as_json, as_text, plan_of
+
+    ranks = Ranks(tp=tp, dp=max(1, ep // max(1, tp)) if dp is None else dp, ep=ep)
+    index, compiled = plan_of(
+        config, ranks=ranks, layer=layer, experts=experts, dispatch=dispatch, router=router, redundant=redundant,
+        fuse_shared=fuse_shared, scale_at=scale_at, replicate_shared=replicate_shared,
+    )  # fmt: skip
+    if json:
+        import json as library
+
+        print(library.dumps(as_json(index, compiled), indent=2))
+    else:
+        print("\n".join(as_text(index, compiled)))
+
+
+def check(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder or hub id; only its config is read. Default: the embedded model.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    router: Annotated[str | None, typer.Option(help="Default: the one that goes with the experts.")] = None,
+    experts: Annotated[str, typer.Option(help="Expert kernel.")] = "torch",
+    dispatch: Annotated[str, typer.Option(help="Exchange.")] = "local",
+    fuse_shared: Annotated[bool, typer.Option(help="Run the shared expert as extra slots of the kernel.")] = False,
+    scale_at: Annotated[str, typer.Option(help="Where the routed scale multiplies: weights or output.")] = "weights",
+    fault: Annotated[str | None, typer.Option(help="Plant this fault first, to see what the self-test says.")] = None,
+    mutants: Annotated[
+        bool, typer.Option("--mutants", help="Plant every fault of the catalogue, print what saw it.")
+    ] = False,
+    cases: Annotated[int, typer.Option(help="With --mutants: also this many right layers, for false alarms.")] = 0,
+) -> None:
+    """Measure a model's MoE layers through the router, experts and exchange it would run with, before it answers.
+
+    Exit code 0: every measured coefficient is as the model defines it. 1: it is not, and the table says what is wrong.
+    A pass is about the row counts and layouts in the table, to the tolerance of the dtype.
+    """
+    from truegate.moe import table
+
+    if mutants:
+        if model is not None or fault is not None:
+            raise UserError("--mutants plants its own faults in its own layers: drop the model and --fault")
+        right = table.mutants(cases)
+    else:
+        right = table.check(
+            model, dtype=dtype, device=device, router=router, experts=experts, dispatch=dispatch,
+            fuse_shared=fuse_shared, scale_at=scale_at, fault=fault,
+        )  # fmt: skip
+    if not right:
+        raise typer.Exit(EXIT_FAULT)
