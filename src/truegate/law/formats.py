@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -65,28 +66,28 @@ class SafetensorsWriter:
         os.ftruncate(self._file, self._base + end)
         self._write(len(text).to_bytes(8, "little") + text, 0)
 
-    def write(self, name: str, values: NDArray) -> None:
+    def write(self, name: str, values: NDArray[Any]) -> None:
         """All of a tensor."""
         spec = self._specs[name]
         if values.shape != spec.shape:
             raise ValueError(f"{name}: {values.shape} given, {spec.shape} declared")
         self._put(name, 0, values)
 
-    def write_rows(self, name: str, first: int, rows: NDArray) -> None:
+    def write_rows(self, name: str, first: int, rows: NDArray[Any]) -> None:
         """Consecutive entries of a tensor's first axis, beginning with entry `first`."""
         spec = self._specs[name]
         if rows.shape[1:] != spec.shape[1:] or not 0 <= first <= spec.shape[0] - rows.shape[0]:
             raise ValueError(f"{name}: rows {rows.shape} from {first} do not fit {spec.shape}")
         self._put(name, first * math.prod(spec.shape[1:]), rows)
 
-    def write_at(self, name: str, index: tuple[int, ...], values: NDArray) -> None:
+    def write_at(self, name: str, index: tuple[int, ...], values: NDArray[Any]) -> None:
         """A run of values along the last axis, beginning at `index`."""
         spec = self._specs[name]
         if values.ndim != 1 or not 0 <= index[-1] <= spec.shape[-1] - len(values):
             raise ValueError(f"{name}: {values.shape} at {index} does not fit {spec.shape}")
         self._put(name, int(np.ravel_multi_index(index, spec.shape)), values)
 
-    def _put(self, name: str, first: int, values: NDArray) -> None:
+    def _put(self, name: str, first: int, values: NDArray[Any]) -> None:
         dtype = DTYPES[self._specs[name].dtype]
         data = np.ascontiguousarray(values, dtype=dtype)
         self._write(data.tobytes(), self._base + self._starts[name] + first * dtype.itemsize)
@@ -152,7 +153,7 @@ class SafetensorsFile:
         entry = self._entries[name]
         return TensorSpec(name=name, dtype=entry["dtype"], shape=tuple(entry["shape"]))
 
-    def read(self, name: str) -> NDArray:
+    def read(self, name: str) -> NDArray[Any]:
         """The whole tensor, without a copy."""
         entry = self._entries[name]
         if entry["dtype"] not in DTYPES:
@@ -193,7 +194,7 @@ class Checkpoint:
     def spec(self, name: str) -> TensorSpec:
         return self._file(name).spec(name)
 
-    def read(self, name: str) -> NDArray:
+    def read(self, name: str) -> NDArray[Any]:
         """One tensor by name, without a copy."""
         return self._file(name).read(name)
 
@@ -207,7 +208,9 @@ class Checkpoint:
         return self._where[name]
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, NDArray], metadata: Mapping[str, str] | None = None) -> None:
+def write_safetensors(
+    path: Path, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None = None
+) -> None:
     """A small checkpoint in one call: dtypes are taken from the arrays."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     specs = [TensorSpec(name=n, dtype=names[a.dtype], shape=a.shape) for n, a in tensors.items()]
