@@ -18,9 +18,7 @@ class EngineConfig:
 
     model: str | None = None  # folder or hub id; None: the model that ships with the package
     device: str | None = None  # "cpu", "cuda"
-    dtype: str | None = (
-        None  # of DTYPES; default float32 on a CPU (bf16 is slower), the checkpoint's on a GPU
-    )
+    dtype: str | None = None  # of DTYPES; default float32 on a CPU (bf16 is slower), the checkpoint's on a GPU
     max_model_len: int | None = None  # tokens of prompt and answer together
     max_running: int | None = None  # sequences computed in one step
     kv_cache_gib: float | None = None

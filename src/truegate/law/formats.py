@@ -124,7 +124,7 @@ class SafetensorsFile:
             except ValueError:
                 raise UserError(f"{path}: not a safetensors file (its header is not JSON)") from None
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
-            self._entries: dict[str, dict] = header
+            self._entries: dict[str, dict[str, Any]] = header
             self._base = 8 + size
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
