@@ -106,7 +106,7 @@ def realise(
 def _count(ids_TK: Array, ok_TK: Array, size: int, xp: ModuleType) -> Array:
     """Rows per id, valid ones only; int64."""
     live_TK = xp.ones_like(ids_TK) if ok_TK is None else ok_TK
-    # float64 whatever torch's default dtype is: bf16 stops counting at 256
+    # float64: in torch's default float32 a count stops at 2**24
     counts = xp.bincount(ids_TK.reshape(-1), xp.asarray(live_TK, dtype=xp.float64).reshape(-1), size)
     return xp.asarray(counts, dtype=xp.int64)
 
