@@ -41,7 +41,7 @@ def run_command(
     no_stop: Annotated[bool, typer.Option("--no-stop", help="Send no stop string (reasoning models).")] = False,
     extra: Annotated[str | None, typer.Option(help='More request fields as JSON, such as {"min_p": 0.1}.')] = None,
     timeout: Annotated[float, typer.Option(help="Seconds until a request counts as failed.")] = 3600.0,
-    retries: Annotated[int, typer.Option(help="More tries after 429, 5xx or a lost connection.")] = 2,
+    retries: Annotated[int, typer.Option(help="More tries after 429, 5xx or a lost connection.")] = 4,
     retry_errors: Annotated[
         bool, typer.Option("--retry-errors", help="Ask failed requests of this folder again.")
     ] = False,

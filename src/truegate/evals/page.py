@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from truegate.evals.compare import Comparison
-from truegate.evals.gate import Rule, Verdict
+from truegate.evals.gate import Rule, worst
 from truegate.evals.load import Run
 from truegate.evals.plots import accuracy_plot, length_plot, outcome_plot
 from truegate.evals.report import comparison_rows, summary_rows, verdict_sentence
@@ -34,9 +34,9 @@ class Looped:
 
 
 def comparison_page(
-    comparisons: Sequence[Comparison], runs: Sequence[tuple[Run, Run]], rule: Rule, verdict: Verdict
+    comparisons: Sequence[Comparison], runs: Sequence[tuple[Run, Run]], names: tuple[str, str], rule: Rule
 ) -> str:
-    """The page of a comparison, one section a task."""
+    """The page of a comparison, one section a task; `names` are A and B as they were given."""
     sections = []
     for c, (a, b) in zip(comparisons, runs, strict=True):
         sections.append(
@@ -44,9 +44,9 @@ def comparison_page(
             | {"sentence": verdict_sentence(c, rule), "verdict": c.verdict.name, "rows": comparison_rows(c, rule)}
             | {"notes": c.notes}
         )
-    a, b = runs[0]
-    title = f"Accuracy check: {verdict.name}"
-    return _render(title=title, verdict=verdict.name, names=[("A, baseline", a.name), ("B", b.name)], sections=sections)
+    verdict = worst([c.verdict for c in comparisons]).name
+    named = [("A, baseline", names[0]), ("B", names[1])]
+    return _render(title=f"Accuracy check: {verdict}", verdict=verdict, names=named, sections=sections)
 
 
 def run_page(run: Run, summary: Summary) -> str:

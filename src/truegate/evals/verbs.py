@@ -67,7 +67,7 @@ def judge_runs(a: Path, b: Path, rule: Rule, *, force: bool, seed: int, form: st
     comparisons = over_tasks([compare_runs(x, y, rule, force=force, seed=seed) for x, y in pairs], rule)
     verdict = worst([c.verdict for c in comparisons])
     if html is not None:
-        _write(html, comparison_page(comparisons, pairs, rule, verdict))
+        _write(html, comparison_page(comparisons, pairs, (str(a), str(b)), rule))
     if form == "json":
         _json(report.comparison_json(comparisons, rule, verdict))
     elif form == "md":
