@@ -248,7 +248,7 @@ class _Collector:
 def run_prompt(prompt: str, *, model: str | None, params: SamplingParams, raw: bool, stats: bool) -> None:
     """`truegate run`: print the answer as it comes."""
     began = time.monotonic()
-    with LLM(model) as llm:
+    with LLM(model, max_running=1) as llm:
         ready = time.monotonic()
         plain = raw or llm.tokenizer.chat_template is None
         first, count, ended = None, 0, None

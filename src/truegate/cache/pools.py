@@ -27,7 +27,8 @@ class Pool:
                 f"a pool of {num_pages} pages of {page_size} tokens: page 0 is a sink, give at least 2 pages"
             )
         self.num_pages, self.page_size, self.width = num_pages, page_size, width
-        self.data = torch.zeros(num_layers, num_pages, page_size, width, dtype=dtype, device=device)
+        # uninitialised: nothing is read before it is written, and a CPU then pays only for pages in use
+        self.data = torch.empty(num_layers, num_pages, page_size, width, dtype=dtype, device=device)
         self._scratch_buf = torch.empty(0, width, dtype=dtype, device=device)
         self._rows = [layer.view(num_pages * page_size, width) for layer in self.data.unbind(0)]
 

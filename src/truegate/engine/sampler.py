@@ -211,8 +211,7 @@ def penalise(
     - frequency * count - presence * (count > 0)."""
 
     def column(name: str) -> torch.Tensor:
-        values = [getattr(one, name) for one in params]
-        return torch.tensor(values, dtype=logits_RV.dtype, device=logits_RV.device)[:, None]
+        return _column([getattr(one, name) for one in params], logits_RV)
 
     repetition_R1 = column("repetition_penalty")
     factor_RV = torch.where(logits_RV > 0, 1 / repetition_R1, repetition_R1)
@@ -222,39 +221,50 @@ def penalise(
 
 def draw_tokens(logits_RV: torch.Tensor, params: list[SamplingParams], uniform: list[float]) -> torch.Tensor:
     """token_R: the first whose cumulative probability exceeds uniform * total, after temperature and truncation."""
-    device = logits_RV.device
-    temperature_R1 = torch.tensor([[one.temperature] for one in params], dtype=torch.float32, device=device)
+    logits_RV = logits_RV.float()
     # the maximum goes first: a tiny temperature must not overflow to inf - inf
-    scaled_RV = (logits_RV.float() - logits_RV.float().amax(1, keepdim=True)) / temperature_R1
+    scaled_RV = (logits_RV - logits_RV.amax(1, keepdim=True)) / _column([one.temperature for one in params], logits_RV)
+    weight_RV = scaled_RV.exp()
     if any(one.top_k or one.top_p < 1 or one.min_p for one in params):
-        scaled_RV = scaled_RV.masked_fill(~kept_tokens(scaled_RV, params), float("-inf"))
-    cumulative_RV = torch.softmax(scaled_RV.double(), dim=-1).cumsum_(dim=-1)
+        weight_RV *= kept_tokens(scaled_RV, params)
+    cumulative_RV = weight_RV.cumsum(dim=-1, dtype=torch.float64)
     total_R1 = cumulative_RV[:, -1:]
-    target_R1 = torch.tensor(uniform, dtype=torch.float64, device=device)[:, None] * total_R1
+    target_R1 = _column(uniform, cumulative_RV) * total_R1
     # below the total, so that the token found always has a probability above 0
     target_R1 = torch.minimum(target_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
     return torch.searchsorted(cumulative_RV, target_R1, right=True)[:, 0]
 
 
 def kept_tokens(scaled_RV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """kept_RV: within the top_k; the fewest likeliest of those whose mass reaches top_p; and p >= min_p * max p."""
-    device, size = scaled_RV.device, scaled_RV.shape[1]
+    """kept_RV: within the top_k; the fewest likeliest of those whose mass reaches top_p; and p >= min_p * max p.
+
+    scaled_RV are logits over temperature, the row's largest 0, so that p / max p = exp(scaled).
+    """
+    size = scaled_RV.shape[1]
     top_k = [min(one.top_k, size) or size for one in params]
     width = max(top_k)
     if width * 8 < size:
         sorted_RW, order_RW = scaled_RV.topk(width, dim=1)
     else:
         sorted_RW, order_RW = scaled_RV.sort(dim=1, descending=True, stable=True)
-    rank_W = torch.arange(sorted_RW.shape[1], device=device)
-    kept_RW = rank_W < torch.tensor(top_k, device=device)[:, None]
-    probs_RW = torch.softmax(sorted_RW.double().masked_fill(~kept_RW, float("-inf")), dim=-1)
-    before_RW = probs_RW.cumsum(dim=1) - probs_RW
-    # a cumulative sum can reach 1 early by rounding: top_p 1 keeps everything by definition, not by arithmetic
-    top_p = [one.top_p if one.top_p < 1 else 2.0 for one in params]
-    kept_RW &= before_RW < torch.tensor(top_p, dtype=torch.float64, device=device)[:, None]
-    min_p_R1 = torch.tensor([one.min_p for one in params], dtype=torch.float64, device=device)[:, None]
-    kept_RW &= probs_RW >= min_p_R1 * probs_RW[:, :1]
+    weight_RW = sorted_RW.exp()
+    if min(top_k) < sorted_RW.shape[1]:
+        rank_W = torch.arange(sorted_RW.shape[1], device=scaled_RV.device)
+        weight_RW *= rank_W < _column(top_k, rank_W)
+    kept_RW = weight_RW > 0
+    if any(one.top_p < 1 for one in params):
+        mass_RW = weight_RW.cumsum(dim=1, dtype=torch.float64)
+        # a cumulative sum can reach its total early by rounding: top_p 1 keeps everything by definition
+        top_p = [one.top_p if one.top_p < 1 else 2.0 for one in params]
+        kept_RW &= mass_RW - weight_RW < _column(top_p, mass_RW) * mass_RW[:, -1:]
+    if any(one.min_p for one in params):
+        kept_RW &= weight_RW >= _column([one.min_p for one in params], weight_RW)
     return torch.zeros_like(scaled_RV, dtype=torch.bool).scatter_(1, order_RW, kept_RW)
+
+
+def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
+    """values_R1 in the dtype and on the device of `like`."""
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
 
 
 def _mix(value: int) -> int:

@@ -83,7 +83,7 @@ def test_wrong_use_is_one_clear_error(llm):
     with pytest.raises(UserError, match="above the model's"):
         LLM(max_model_len=10**9)
     with pytest.raises(AttributeError, match="nothing"):
-        getattr(truegate, "nothing")
+        _ = truegate.nothing
 
 
 def test_it_works_without_the_servers_and_the_command_lines_packages():
