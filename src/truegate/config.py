@@ -66,12 +66,19 @@ def resolve(config: EngineConfig, *, cuda: bool) -> EngineConfig:
         raise UserError(f"mem_fraction must be above 0 and at most 1, got {config.mem_fraction!r}")
     if config.mem_fraction is not None and config.kv_cache_gib is not None:
         raise UserError("mem_fraction and kv_cache_gib both size the cache: give one")
+    rows = config.chunked_prefill_tokens or (512 if on_cpu else 4096)
+    running = config.max_running or min(64 if on_cpu else 256, rows)
+    if running > rows:
+        raise UserError(
+            f"max_running {running} is above chunked_prefill_tokens {rows}: every running sequence has a row in every "
+            "step; lower --max-running or raise --chunked-prefill-tokens"
+        )
     return replace(
         config,
         device=device,
         dtype=config.dtype or ("float32" if on_cpu else None),
-        max_running=config.max_running or (64 if on_cpu else 256),
-        chunked_prefill_tokens=config.chunked_prefill_tokens or (512 if on_cpu else 4096),
+        max_running=running,
+        chunked_prefill_tokens=rows,
         overlap=(not on_cpu) if config.overlap is None else config.overlap,
     )
 

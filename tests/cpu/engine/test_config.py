@@ -1,0 +1,56 @@
+"""Settings are resolved once, to a new object, and what cannot be is refused by name."""
+
+import pytest
+
+from truegate.config import EngineConfig, ModelFacts, fit, resolve
+from truegate.errors import UserError
+
+FACTS = ModelFacts(max_position=1000, bytes_per_token=1 << 10, free_bytes=1 << 34)
+
+
+def test_resolving_leaves_the_argument_alone_and_nothing_undecided():
+    config = EngineConfig()
+    resolved, num_pages = fit(resolve(config, cuda=False), FACTS)
+    assert config == EngineConfig()
+    assert (resolved.device, resolved.dtype, resolved.overlap, resolved.max_model_len) == (
+        "cpu",
+        "float32",
+        False,
+        1000,
+    )
+    assert num_pages > 1000 // resolved.page_size
+
+
+def test_more_running_sequences_than_rows_are_refused_and_the_default_follows_the_rows():
+    with pytest.raises(UserError, match="chunked_prefill_tokens 8"):
+        resolve(EngineConfig(max_running=9, chunked_prefill_tokens=8), cuda=False)
+    assert resolve(EngineConfig(chunked_prefill_tokens=8), cuda=False).max_running == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "tpu"}, "tpu"),
+        ({"device": "cuda"}, "no GPU"),
+        ({"dtype": "int8"}, "int8"),
+        ({"max_model_len": 0}, "max_model_len"),
+        ({"page_size": -1}, "page_size"),
+        ({"threads": 0}, "threads"),
+        ({"kv_cache_gib": float("nan")}, "kv_cache_gib"),
+        ({"mem_fraction": 1.5}, "mem_fraction"),
+        ({"mem_fraction": 0.5, "kv_cache_gib": 1.0}, "give one"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_by_name(settings, message):
+    with pytest.raises(UserError, match=message):
+        resolve(EngineConfig(**settings), cuda=False)
+
+
+def test_the_cache_holds_one_whole_sequence_or_the_start_is_refused():
+    asked = resolve(EngineConfig(max_model_len=1000, kv_cache_gib=0.0001), cuda=False)
+    with pytest.raises(UserError, match="raise --kv-cache-gib"):
+        fit(asked, FACTS)
+    with pytest.raises(UserError, match="above the model's 1000"):
+        fit(resolve(EngineConfig(max_model_len=1001), cuda=False), FACTS)
+    fitted, num_pages = fit(resolve(EngineConfig(kv_cache_gib=0.0001), cuda=False), FACTS)
+    assert fitted.max_model_len == (num_pages - 1) * fitted.page_size == 96  # 6 whole pages of 16 KiB in 107,374 bytes
