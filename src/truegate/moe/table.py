@@ -17,6 +17,12 @@ from truegate.moe.mutants import false_alarms, outcomes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def _console() -> Console:
+    """The terminal's width, or one that holds a sentence where the output goes to a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=200)
+
+
 def check(
     model: str | None, *, dtype: str, device: str, router: str | None, experts: str, dispatch: str, fuse_shared: bool,
     scale_at: str, fault: str | None,
@@ -30,7 +36,7 @@ def check(
     backends = choose(experts=experts, dispatch=dispatch, router=router)
     choices = Choices(fuse_shared=fuse_shared, scale_at=scale_at)
     planted = None if fault is None else named(fault)
-    console, right = Console(), True
+    console, right = _console(), True
     reports = check_config(
         model_folder(model), backends, choices, dtype=DTYPES[dtype], device=device, free_bytes=free, fault=planted
     )  # fmt: skip
@@ -46,7 +52,7 @@ def check(
 
 def mutants(cases: int) -> bool:
     """Print each mutant, what caught it and what was said; then false alarms. True if all is as it should be."""
-    console = Console()
+    console = _console()
     table = Table("mutant", "kind", "layer", "caught by", "named", "said")
     missed, named_right, total = [], 0, 0
     for one in track(outcomes(layers_each=2), description="mutants", console=console, transient=True):
