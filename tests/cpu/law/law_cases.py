@@ -76,6 +76,7 @@ MULTIPLIES = Experts(
 NEVER_WEIGHS = replace(
     MULTIPLIES, name="never_weighs", weighs="never", multiplies="one", accepts=(Drop(), ZeroWeight())
 )
+ALWAYS_WEIGHS = replace(MULTIPLIES, name="always_weighs", weighs="always", multiplies="one")
 LOGITS_TIMES = replace(MULTIPLIES, name="logits_times", takes_logits=True, folds=ALL_KINDS)
 GATHERS_ANY = Dispatch(
     name="gathers_any", status="interface", source="test", id_dtype="int32", accepts=(ZeroWeight(),),
@@ -92,10 +93,10 @@ def contracts(part: str) -> list:
 
 
 ROUTERS = (*contracts("routers"), FOLDS_ALL, None)
-EXPERTS = (*contracts("experts"), MULTIPLIES, NEVER_WEIGHS, LOGITS_TIMES)
+EXPERTS = (*contracts("experts"), MULTIPLIES, NEVER_WEIGHS, ALWAYS_WEIGHS, LOGITS_TIMES)
 DISPATCHES = (*contracts("dispatch"), GATHERS_ANY, SENDS_TAIL)
 AITER = load("routers", "aiter").CONTRACT  # its facts are those of folds_all or of torch
-ALIKE = ("cutlass_fp8", "flashinfer_cutlass")  # the plan reads the same facts of these as of triton
+ALIKE = ("cutlass_fp8", "flashinfer_cutlass", "triton")  # the plan reads the same facts of these as of others
 # tp, dp, ep and redundant experts
 RANKS = (
     (1, 1, 1, 0), (1, 1, 1, 5), (2, 1, 1, 0), (1, 2, 1, 0), (1, 2, 2, 2), (2, 1, 2, 0), (4, 1, 2, 4), (2, 2, 2, 0),

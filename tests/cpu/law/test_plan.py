@@ -52,7 +52,8 @@ def execute(plan: Plan, case) -> tuple[World, list[str]]:
     def here(q, row, home):
         """What rank q's kernel computes of `row`, whose home expert rank is `home`."""
         e, s = q // moe_tp, q % moe_tp
-        out = slot(case, plan, ("expert", e), row, s, emitted(case) * plan.scales.plan)
+        ours = 1 if case.router is None else plan.scales.plan  # nobody reaches weights made inside a kernel
+        out = slot(case, plan, ("expert", e), row, s, emitted(case) * ours)
         everywhere = plan.shared_layout is SharedLayout.GLOBAL_TAIL and not plan.drops_shared_off_home
         if plan.num_shared and (e == home or everywhere):
             out |= slot(case, plan, "shared", row, s, gate(case) * plan.scales.shared)
@@ -116,7 +117,7 @@ def expected(case, q) -> dict:
         shards = plan.ranks.moe_tp if plan.num_shared else plan.ranks.tp
         fused_input = at_input and plan.num_shared
         for s in range(shards):
-            out[row, "shared", s, gate(case) if fused_input else None] = Fraction(1) if fused_input else gate(case)
+            out[row, "shared", s, Fraction(1) if fused_input else None] = gate(case)  # on the output, always
     return out
 
 
