@@ -127,7 +127,7 @@ def distinct(compiled):
     for c in compiled:
         p = c.plan
         facts = (
-            c.spec.family, emitted(c), c.experts.multiplies, c.experts.weighs, c.dispatch.weights,
+            c.spec.family, c.router is None, emitted(c), c.experts.multiplies, c.experts.weighs, c.dispatch.weights,
             c.dispatch.gathers_rows, p.scales, p.ranks, p.num_shared, p.shared_layout, p.drops_shared_off_home,
             p.combine.partial_over, p.beside and p.beside.partial_over,
         )  # fmt: skip
