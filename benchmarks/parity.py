@@ -80,8 +80,9 @@ def run_mode(mode: str, model: CausalLM, prompts: Sequence[torch.Tensor]) -> lis
     """logits_TV of every prompt, computed the way `mode` says."""
     paged = Paged(model, prompts)
     if mode == "mixed":
-        # every sequence has its own stride, so that one batch holds decodes beside chunks of several sizes
-        waiting = [list(_spans(len(p), size)) for p, size in zip(prompts, (1, 1, 9, 37), strict=True)]
+        # batches of decodes at several contexts beside chunks of several sizes
+        plans = zip(prompts, ((1, 0), (1, 0), (9, 18), (37, 259)), strict=True)
+        waiting = [[*_spans(most, size), *((i, i + 1) for i in range(most, len(p)))] for p, (size, most) in plans]
         while any(waiting):
             parts = [(n, *spans.pop(0)) for n, spans in enumerate(waiting) if spans]
             paged.step(parts[::-1], pads=3)

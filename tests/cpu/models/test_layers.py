@@ -96,7 +96,7 @@ def test_latent_attention_takes_the_cheaper_order_of_its_products(checkpoint):
     """And the parity table's modes go both ways: whole prompts expanded, small chunks over a context absorbed."""
     attention = load_model(checkpoint("DeepSeek-V3")[1]).blocks[0].attention
     assert not attention.prefers_absorbed(300, 300)
-    assert attention.prefers_absorbed(9, 64)
+    assert attention.prefers_absorbed(9, 18)
     sizes = {"layer": 0, "hidden": 8, "num_heads": 2, "q_rank": None, "scale": 1.0, "bias": False, "norm_eps": 1e-6}
     published = MLA(
         **sizes, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128, dtype=torch.float32, device=torch.device("cpu")
