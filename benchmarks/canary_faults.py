@@ -31,7 +31,7 @@ from truegate.law.fault import faulty_select
 from truegate.law.faults import FAULTS
 from truegate.law.spec import Activation, SharedGate, WeightAt
 
-EFFORT = Effort(name="quick", batches=(3, 8, 13), streams=4, walk=16, long=(), silence=0.0)
+EFFORT = Effort(name="quick", batches=(3, 8, 13), streams=3, walk=16, long=(), silence=0.0)
 FAMILIES = (
     "deepseek_v3",
     "deepseek_v2",
@@ -49,7 +49,9 @@ class Subject:
     """A healthy model with its canary; faults come and go as hooks on its modules."""
 
     def __init__(self, family: str, folder: Path, seed: int = 0) -> None:
-        sizes = Sizes(hidden=512, intermediate=16, num_experts=8 if family == "mixtral" else 32)
+        dense = 1 if "first_k_dense_replace" in default_config(family) else 0
+        layers = dense + (2 if family == "deepseek_v3" else 1)  # the second layer has negative biased scores
+        sizes = Sizes(hidden=512, intermediate=16, layers=layers, num_experts=8 if family == "mixtral" else 32)
         self.manifest: Manifest = make(default_config(family), folder, Recipe(sizes=sizes, seed=seed))
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
         self.layers = {i: self._block(i) for i in self.manifest.layers}
@@ -206,7 +208,6 @@ def faults_of(subject: Subject) -> list[tuple[str, tuple[str, ...], Any]]:
         ("routed shard missing", ("routed-scaled", "reduce-missing"), lambda: edited(subject, _half_width)),
         ("whole sum halved", ("reduce-missing",), lambda: hooked(subject, block, lambda y, a: _like(y, _whole(y) * 0.5))),
         ("whole sum doubled", ("reduced-twice",), lambda: hooked(subject, block, lambda y, a: _like(y, _whole(y) * 2))),
-        ("one layer doubled", ("reduced-twice",), lambda: hooked(subject, block, lambda y, a: _like(y, _whole(y) * 2), only=max(subject.layers))),
         ("last row lost off the grid", ("rows-lost",), lambda: hooked(subject, block, lambda y, a: _like(y, _odd_last(_whole(y))))),
         ("small batches halved", ("reduce-missing",), lambda: hooked(subject, block, lambda y, a: _like(y, _small_batches(_whole(y))))),
         ("one activation scale a batch", ("batch-activation-scale",), lambda: hooked(subject, block, lambda y, a: _like(y, _one_scale(_whole(y))))),

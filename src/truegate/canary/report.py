@@ -101,9 +101,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_junit(data: Mapping[str, Any], path: Path) -> None:
     """One test case per layer and phase; a finding fails those that it shows in, a lost server is an error."""
-    cases = [
-        (f"layer {layer}", phase, counts) for layer, phases in data["grid"].items() for phase, counts in phases.items()
-    ]
+    cases = [(int(layer), phase, counts) for layer, found in data["grid"].items() for phase, counts in found.items()]
     failed = sum(bool(c[0]) for _, _, c in cases)
     other = [f for f in data["findings"] if not f["phases"]]
     problems = [*data["undecided"], *([data["lost"]] if data["lost"] else [])]

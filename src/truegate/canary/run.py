@@ -216,7 +216,7 @@ def _matrix(cells: Cells) -> dict[str, Any]:
 
 def _evidence_json(e: Evidence) -> dict[str, Any]:
     return {
-        "observations": [[o.phase, o.probe, {str(k): round(v, 6) for k, v in o.top.items()}, o.batch, o.row, o.position,
+        "observations": [[o.phase, o.probe, {str(k): v for k, v in o.top.items()}, o.batch, o.row, o.position,
                           o.error] for o in e.observations],
         "answers": [[a.phase, a.question, a.token, a.position, a.batch] for a in e.answers], "wandered": e.wandered,
     }  # fmt: skip

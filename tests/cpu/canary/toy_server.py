@@ -1,8 +1,8 @@
 """A loopback HTTP server around the toy engine: completions as engines answer them, with manners that can be bad."""
 
 import json
+import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,7 +19,7 @@ def run_server(toy: Any, manners: Any) -> Iterator[str]:
     words = toy.manifest.vocabulary.words(toy.manifest.config["vocab_size"])
     ids = {w: i for i, w in enumerate(words)}
     lock = threading.Lock()
-    released = threading.Event()
+    released, dead = threading.Event(), threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -27,8 +27,14 @@ def run_server(toy: Any, manners: Any) -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             pass
 
+        def _hang_up(self) -> None:
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+
         def do_GET(self) -> None:
-            if self.path == "/v1/models":
+            if dead.is_set():
+                self._hang_up()
+            elif self.path == "/v1/models":
                 self._send(200, {"object": "list", "data": [{"id": "toy"}]})
             else:
                 self._send(404, {"error": "no such page"})
@@ -37,12 +43,12 @@ def run_server(toy: Any, manners: Any) -> Iterator[str]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             manners.seen.append(body)
             if manners.dies_after is not None and len(manners.seen) > manners.dies_after:
-                threading.Thread(target=server.shutdown).start()
-                server.socket.close()
-                self.connection.close()
+                dead.set()
+                self._hang_up()
                 return
             if manners.hangs_after is not None and len(manners.seen) > manners.hangs_after:
                 released.wait(20)
+                self.close_connection = True
                 return
             try:
                 self._send(200, self._answer(body))
@@ -127,7 +133,6 @@ def run_server(toy: Any, manners: Any) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
         released.set()
-        time.sleep(0)
         server.shutdown()
         server.server_close()
 
