@@ -140,10 +140,8 @@ class LLM:
                     if output.request_id != request_id:
                         continue  # the rest of a stream that was abandoned
                     _raise_if_failed(output)
-                    text = texts[output.index].feed(output.token_ids)
-                    if output.finish_reason is not None:
-                        text += texts[output.index].finish()
-                        left -= 1
+                    text = texts[output.index].take(output)
+                    left -= output.finish_reason is not None
                     yield Piece(output.index, text, output.token_ids, output.finish_reason)
         finally:
             self.engine.cancel(request_id)
@@ -214,8 +212,8 @@ class _Collector:
     def take(self, output: StepOutput) -> bool:
         """Add a step's output; True once every answer has ended."""
         _raise_if_failed(output)
-        answer, text = self.output.outputs[output.index], self.texts[output.index]
-        answer.text += text.feed(output.token_ids)
+        answer = self.output.outputs[output.index]
+        answer.text += self.texts[output.index].take(output)
         answer.token_ids += output.token_ids
         for one in output.logprobs:
             answer.cumulative_logprob += one.logprob
@@ -226,7 +224,6 @@ class _Collector:
             self.output.num_cached_tokens = output.cached_tokens
         if output.finish_reason is None:
             return False
-        answer.text += text.finish()
         answer.finish_reason, answer.stop_reason = output.finish_reason, output.stop_reason
         answer.routed_experts = output.routed
         self.left -= 1

@@ -7,7 +7,7 @@ The engine finds stop strings with this class and the server writes text with it
 from collections.abc import Iterable
 
 from truegate.engine.tokenizer import Tokenizer
-from truegate.types import SamplingParams
+from truegate.types import SamplingParams, StepOutput
 
 _REPLACEMENT = "\ufffd"
 _MAX_PENDING = 16  # a character spans at most 4 tokens: a longer unfinished run is invalid text, not a late character
@@ -50,6 +50,19 @@ class Detokeniser:
     def feed(self, token_ids: Iterable[int]) -> str:
         """The text that these ids complete."""
         return "".join([self._release(self._decode(token_id)) for token_id in token_ids])
+
+    def take(self, output: StepOutput) -> str:
+        """The text that one output of the engine completes.
+
+        The end-of-sequence token or stop id that ended the answer is not part of it, unless stops are to be included.
+        """
+        ids = output.token_ids
+        if ids and output.finish_reason == "stop" and not self.include_stop:
+            ended_by_eos = output.stop_reason is None and ids[-1] in self.tokenizer.eos_token_ids
+            if ended_by_eos or output.stop_reason == ids[-1]:
+                ids = ids[:-1]
+        text = self.feed(ids)
+        return text if output.finish_reason is None else text + self.finish()
 
     def finish(self) -> str:
         """What was held back, once nothing can follow."""

@@ -38,7 +38,6 @@ class Answer:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     detokeniser: Detokeniser
-    eos_token_ids: tuple[int, ...]
     score_only: bool = False  # the prompt is scored; the one token the engine must draw is thrown away
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -56,38 +55,24 @@ class Answer:
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         if self.score_only and output.error is None:
             if output.finish_reason is not None:
-                self.finish_reason, self.routed = "length", output.routed
+                self.finish_reason = "abort" if output.finish_reason == "abort" else "length"
+                self.routed = output.routed
             return Piece(text="", token_ids=(), logprobs=(), finish_reason=self.finish_reason)
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
-        text = self.detokeniser.feed(self._visible(output))
+        text = self.detokeniser.take(output)
         if output.finish_reason is not None:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
             self.error, self.routed = output.error, output.routed
-            text += self.detokeniser.finish()
         self.text.append(text)
         return Piece(
             text=text, token_ids=output.token_ids, logprobs=output.logprobs, finish_reason=output.finish_reason
         )
 
-    def _visible(self, output: StepOutput) -> tuple[int, ...]:
-        """The ids that become text: the end-of-sequence token or stop id that ended the answer is not part of it."""
-        if output.finish_reason != "stop" or self.params.include_stop_str_in_output or not output.token_ids:
-            return output.token_ids
-        last = output.token_ids[-1]
-        ended_by_id = output.stop_reason == last or (output.stop_reason is None and last in self.eos_token_ids)
-        return output.token_ids[:-1] if ended_by_id else output.token_ids
-
 
 def new_answer(tokenizer: Tokenizer, params: SamplingParams, prompt: tuple[int, ...], index: int) -> Answer:
     detokeniser = Detokeniser.of(tokenizer, params)
-    return Answer(
-        index=index,
-        prompt_token_ids=prompt,
-        params=params,
-        detokeniser=detokeniser,
-        eos_token_ids=() if params.ignore_eos else tokenizer.eos_token_ids,
-    )
+    return Answer(index=index, prompt_token_ids=prompt, params=params, detokeniser=detokeniser)
 
 
 def finite(logprob: float) -> float:

@@ -6,6 +6,7 @@ import pytest
 
 from truegate.engine.detokeniser import Detokeniser
 from truegate.errors import UserError
+from truegate.types import StepOutput
 
 TEXTS = [
     "plain words",
@@ -104,3 +105,20 @@ def test_a_template_that_refuses_is_a_clear_error(tokenizer_folder, tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(UserError, match="roles must alternate"):
         Tokenizer(tmp_path).render_chat([{"role": "user", "content": "x"}])
+
+
+def test_the_token_that_ended_an_answer_is_no_text_unless_asked_for(tokenizer):
+    word, eos = tokenizer.encode("ok"), tokenizer.eos_token_ids[0]
+
+    def text(ids, **end):
+        output = StepOutput(request_id="r", index=0, token_ids=tuple(ids), finish_reason="stop", **end)
+        both = {
+            include: Detokeniser(tokenizer, include_stop=include, skip_special_tokens=False)
+            for include in (False, True)
+        }
+        return [one.take(output) for one in both.values()]
+
+    whole, less = tokenizer.decode(word), tokenizer.decode(word[:-1])
+    assert text(word, stop_reason=word[-1]) == [less, whole]  # a stop id
+    assert text([*word, eos])[0] == whole  # the end of sequence
+    assert text(word) == [whole, whole]  # a schema that is complete: the last token belongs to it
