@@ -32,6 +32,7 @@ class Parts:
 
 def load_parts(config: EngineConfig) -> Parts:
     """Everything `Engine` needs, from the files of `config.model`."""
+    from truegate.engine.loaded import check_loaded
     from truegate.models import load_model
     from truegate.models.load import LoadOptions
 
@@ -51,6 +52,8 @@ def load_parts(config: EngineConfig) -> Parts:
             progress=progress,
         )
         model = load_model(folder, dtype=_dtype(config, folder), device=config.device, options=options)
+    if measured and measured[0] is not None:
+        measured[0] += "; " + check_loaded(model, folder)
     if config.fault is not None:
         plant_everywhere(model, config.fault)
     config, num_pages = fit(config, facts_of(model))
