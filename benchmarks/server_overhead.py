@@ -5,6 +5,8 @@
 Throughput: the same prompts and lengths (greedy, end token ignored, so that both make the same number of tokens), once
 through `Engine` in a process of its own, once through `truegate serve` and streaming HTTP clients in this process; one
 thread each for the engine, rounds interleaved, medians compared. Exit 1 if the server is more than 10 percent slower.
+Processor time per token (us) of the engine alone, of the server's engine and HTTP processes and of the client stands
+beside it: it says the same on a machine that others use too, where the clock does not.
 Start: `truegate serve` to the first answer of a fresh process, median of three.
 """
 
@@ -78,6 +80,13 @@ def through_server(base: str, streams: int, asked: list[str]) -> float:
     return len(outcomes) * OUTPUT_TOKENS / seconds
 
 
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process so far, all threads."""
+    with open(f"/proc/{pid}/stat") as stat:
+        fields = stat.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class Server:
     """A fresh `truegate serve`."""
 
@@ -122,10 +131,11 @@ def compare(streams: list[int], rounds: int) -> bool:
     assert child.stdout.readline().strip() == "ready"
     server, good = Server(), True
     server.first_answer()
+    pids = [child.pid, httpx.get(f"{server.base}/health").json()["engine"]["pid"], server.process.pid, os.getpid()]
     print(f"{'streams':>8} {'offline tok/s':>14} {'server tok/s':>13} {'server/offline':>15}   rounds")
     try:
         for count in streams:
-            ours, theirs = [], []
+            ours, theirs, before = [], [], [cpu_seconds(pid) for pid in pids]
             for number in range(rounds + 1):  # the first warms up
                 asked = questions(count, 100 * count + number)
                 child.stdin.write(json.dumps({"streams": count, "questions": asked}) + "\n")
@@ -140,6 +150,15 @@ def compare(streams: list[int], rounds: int) -> bool:
             print(
                 f"{count:>8} {statistics.median(theirs[1:]):>14.1f} {statistics.median(ours[1:]):>13.1f} "
                 f"{ratio:>15.3f}   {shown}",
+                flush=True,
+            )
+            tokens = (rounds + 1) * 2 * count * OUTPUT_TOKENS
+            alone, engine, http, client = (
+                1e6 * (cpu_seconds(pid) - then) / tokens for pid, then in zip(pids, before, strict=True)
+            )
+            print(
+                f"         us of processor time a token: engine alone {alone:.0f}; server: engine {engine:.0f} "
+                f"({engine / alone - 1:+.1%}), HTTP {http:.0f}; client {client:.0f}",
                 flush=True,
             )
     finally:
