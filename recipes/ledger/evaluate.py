@@ -105,6 +105,7 @@ def evaluate(folder: Path, *, device: str, lengths: list[int], count: int, seed:
                 "wrong_texts": [f"{p.question}\n=>\n{a.text}" for p, a in zip(asked, part, strict=True)
                                 if not a.correct][:3],
             })  # fmt: skip
+            print(folder.name, {k: v for k, v in table[-1].items() if not k.endswith("texts")}, flush=True)
     return table
 
 
@@ -133,8 +134,6 @@ def main() -> None:
             folder, device=args.device, lengths=lengths, count=args.count, seed=args.seed, split=args.split,
             max_new=args.max_new,
         )  # fmt: skip
-        for row in table:
-            print(folder.name, {k: v for k, v in row.items() if not k.endswith("texts")}, flush=True)
         if {2, 24} <= set(lengths):
             print(f"shortfall {shortfall(table):.4f} {folder.name}")
         rows += [{"checkpoint": folder.name, "split": args.split, "seed": args.seed, **row} for row in table]

@@ -10,8 +10,8 @@ clock() { echo "[$(date +%T)] $*"; }
 
 clock start; rm -rf "$data"; mkdir -p "$data"
 ls -l "$tok/tokenizer.json" || exit 1
-spare=$(( $(nproc) - 3 * $# )); df -h "$data" | tail -1
-python3 $here/documents.py --tokenizer "$tok/tokenizer.json" --out "$data" --tokens 5e9 \
+spare=$(( $(nproc) - 8 * $# )); df -h "$data" | tail -1
+python3 $here/documents.py --tokenizer "$tok/tokenizer.json" --out "$data" --tokens 1.2e9 \
     --processes $(( spare > 1 ? spare : 1 )) > "$out/data.log" 2>&1 & generator=$!
 stop() { pkill -P $generator; kill $generator 2> /dev/null; }
 trap stop EXIT

@@ -1,7 +1,8 @@
 """Train a ledger model on one GPU for a given number of minutes, then save it as a Hugging Face checkpoint.
 
 The learning rate follows the clock, not a step count: it rises over the first 2 %, holds, and falls to 0 over the last
-half. Matrices are trained with Muon (orthogonalised momentum), everything else with Adam.
+half. The minutes count from the start of the process, compilation included, so that its end is known. Matrices are
+trained with Muon (orthogonalised momentum), everything else with Adam.
 """
 
 import argparse
@@ -20,8 +21,8 @@ from export import save_checkpoint
 from model import Documents, Ledger, MoE, Shape
 from torch import Tensor, nn
 
-MAX_DOCUMENTS = 2048  # per batch; the list of starts is padded to one length so that shapes stay fixed
-LONGEST = 3072  # upper bound of a document's length, fixed for the same reason
+MAX_DOCUMENTS = 512  # per batch; the list of starts is padded to one length so that shapes stay fixed
+LONGEST = 2560  # upper bound of a document's length, fixed for the same reason
 
 
 class Muon(torch.optim.Optimizer):
@@ -59,12 +60,13 @@ def orthogonal(g: Tensor) -> Tensor:
     return x if wide else x.mT
 
 
+STARTED = time.monotonic()
 Batch = tuple[Tensor, Tensor, Tensor, Documents]  # ids_T, target_T, second target_T; -100 where nothing is learned
 
 
 def batches(folder: Path, tokens: int, device: str, seed: int) -> Iterator[Batch]:
     """Endless batches, prepared by a thread: files new in the folder first, then old ones again in random order."""
-    ready: queue.Queue[Batch] = queue.Queue(8)
+    ready: queue.Queue[Batch | Exception] = queue.Queue(8)
     rng = np.random.default_rng(seed)
 
     def produce() -> None:
@@ -78,9 +80,18 @@ def batches(folder: Path, tokens: int, device: str, seed: int) -> Iterator[Batch
                 for begin in range(0, len(stream) - tokens + 1, tokens):
                     ready.put(prepare(stream[begin : begin + tokens], pin=device == "cuda"))
 
-    threading.Thread(target=produce, daemon=True).start()
+    def produce_or_say_why() -> None:
+        try:
+            produce()
+        except Exception as error:
+            ready.put(error)
+
+    threading.Thread(target=produce_or_say_why, daemon=True).start()
     while True:
-        ids, first, second, docs = ready.get()
+        batch = ready.get()
+        if isinstance(batch, Exception):
+            raise batch
+        ids, first, second, docs = batch
         position, start = (x.to(device, non_blocking=True) for x in (docs.position_T, docs.start_N))
         moved = [x.to(device, non_blocking=True) for x in (ids, first, second)]
         yield moved[0], moved[1], moved[2], Documents(position_T=position, start_N=start, longest=docs.longest)
@@ -96,6 +107,8 @@ def prepare(marked: np.ndarray, pin: bool) -> Batch:
     begin = start.nonzero()[0]
     if len(begin) >= MAX_DOCUMENTS:
         raise ValueError(f"{len(begin)} documents in a batch: raise MAX_DOCUMENTS above {MAX_DOCUMENTS}")
+    if (longest := np.diff(begin, append=tokens).max()) > LONGEST:
+        raise ValueError(f"a document has {longest} tokens: raise LONGEST above {LONGEST}")
     starts = np.full(MAX_DOCUMENTS, tokens, dtype=np.int32)
     starts[: len(begin)] = begin
     index = np.arange(tokens)
@@ -127,6 +140,34 @@ def learning_rate(done: float) -> float:
     return min(1.0, done / 0.02, 2.0 * (1.0 - done))
 
 
+def losses(
+    model: Ledger, ids: Tensor, first: Tensor, second: Tensor, docs: Documents, device: str
+) -> tuple[Tensor, Tensor]:
+    """Mean cross entropy of the next token and of the one after it, over the learned tokens."""
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        logits, logits2 = model(ids, docs)
+        loss = F.cross_entropy(logits.float(), first, ignore_index=-100)
+        loss2 = F.cross_entropy(logits2.float(), second, ignore_index=-100)
+    return loss, loss2
+
+
+def compile_blocks(model: Ledger, batch: Batch, device: str) -> None:
+    """Compile every block and run one forward and backward; where that fails, say so and train without."""
+    blocks = [*model.blocks, model.mtp]
+    try:
+        for block in blocks:
+            block.compile(dynamic=False)
+        sum(losses(model, *batch, device)).backward()
+    except Exception as error:  # the compiler's own errors share no base
+        print(f"not compiled: {type(error).__name__}: {str(error)[:2000]}", flush=True)
+        for block in blocks:
+            block._compiled_call_impl = None
+    model.zero_grad(set_to_none=True)
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.load.zero_()
+
+
 def train(model: Ledger, args: argparse.Namespace) -> dict[str, object]:
     device = args.device
     data = batches(args.data, args.batch_tokens, device, args.seed)
@@ -134,26 +175,21 @@ def train(model: Ledger, args: argparse.Namespace) -> dict[str, object]:
     peaks = [[group["lr"] for group in opt.param_groups] for opt in opts]
     moes = [module for module in model.modules() if isinstance(module, MoE)]
     if args.compile:
-        for block in [*model.blocks, model.mtp]:
-            block.compile(dynamic=False)
-    began, step, history, loads = None, 0, [], []
+        compile_blocks(model, next(data), device)
+    began, step, history, loads = time.monotonic(), 0, [], []
+    end = STARTED + 60 * args.minutes
+    print(args.name, f"trains for {end - began:.0f} s, set up in {began - STARTED:.0f} s", flush=True)
     while True:
-        if step == 3:  # compilation does not count as training time
-            torch.cuda.synchronize() if device == "cuda" else None
-            began = time.monotonic()
-        done = 0.0 if began is None else (time.monotonic() - began) / (60 * args.minutes)
+        done = (time.monotonic() - began) / (end - began)
         if done >= 1:
             break
         ids, first, second, docs = next(data)
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            logits, logits2 = model(ids, docs)
-            loss = F.cross_entropy(logits.float(), first, ignore_index=-100)
-            loss2 = F.cross_entropy(logits2.float(), second, ignore_index=-100)
+        loss, loss2 = losses(model, ids, first, second, docs, device)
         (loss + args.mtp_weight * loss2).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for opt, peak in zip(opts, peaks, strict=True):
             for group, lr in zip(opt.param_groups, peak, strict=True):
-                group["lr"] = lr * learning_rate(done) if began else lr * 0.01
+                group["lr"] = lr * learning_rate(done)
             opt.step()
             opt.zero_grad(set_to_none=True)
         loads = [(moe.load / moe.load.mean()).tolist() for moe in moes] if step % 200 == 199 or done > 0.99 else loads
@@ -170,7 +206,7 @@ def train(model: Ledger, args: argparse.Namespace) -> dict[str, object]:
         "steps": step,
         "tokens": step * args.batch_tokens,
         "seconds": round(seconds, 1),
-        "tokens_per_second": round((step - 3) * args.batch_tokens / seconds),
+        "tokens_per_second": round(step * args.batch_tokens / seconds),
         "loss": round(loss.item(), 6),
         "mtp_loss": round(loss2.item(), 6),
         "load": [[round(x, 3) for x in moe_load] for moe_load in loads],
@@ -185,7 +221,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", required=True, type=Path, help="folder of tokenizer.py")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--shape", default="{}", help="JSON of sizes that differ from model.Shape")
-    parser.add_argument("--minutes", type=float, default=7.0)
+    parser.add_argument("--minutes", type=float, default=7.0, help="from the start of this process")
     parser.add_argument("--batch-tokens", type=int, default=65536)
     parser.add_argument("--muon-lr", type=float, default=0.02, help="0: Adam for everything")
     parser.add_argument("--adam-lr", type=float, default=3e-3)
