@@ -169,10 +169,20 @@ def _half_width(experts: Any) -> None:
     p.narrow(axis, p.shape[axis] // 2, p.shape[axis] // 2).zero_()
 
 
-def _one_scale(y: torch.Tensor) -> torch.Tensor:
-    """One activation scale per batch: 5 bits of the batch's largest value."""
-    step = y.abs().amax() / 31
-    return (y / step).round() * step
+@contextmanager
+def _one_scale(subject: Subject, shared: Callable[[Any], Any]) -> Iterator[None]:
+    """The shared expert's activations go through e4m3 with one scale for the whole batch."""
+
+    def before(module: Any, args: Any) -> Any:
+        scale = args[0].abs().amax().float() / 448
+        return ((args[0].float() / scale).to(torch.float8_e4m3fn).float() * scale).to(args[0].dtype)
+
+    handles = [shared(b).down_proj.register_forward_pre_hook(before) for b in subject.layers.values()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _odd_last(y: torch.Tensor) -> torch.Tensor:
@@ -210,7 +220,6 @@ def faults_of(subject: Subject) -> list[tuple[str, tuple[str, ...], Any]]:
         ("whole sum doubled", ("reduced-twice",), lambda: hooked(subject, block, lambda y, a: _like(y, _whole(y) * 2))),
         ("last row lost off the grid", ("rows-lost",), lambda: hooked(subject, block, lambda y, a: _like(y, _odd_last(_whole(y))))),
         ("small batches halved", ("reduce-missing",), lambda: hooked(subject, block, lambda y, a: _like(y, _small_batches(_whole(y))))),
-        ("one activation scale a batch", ("batch-activation-scale",), lambda: hooked(subject, block, lambda y, a: _like(y, _one_scale(_whole(y))))),
         ("rows shifted", ("rows-shifted",), lambda: hooked(subject, block, lambda y, a: _like(y, _whole(y).roll(1, 0)))),
     ]  # fmt: skip
     if spec.activation is not Activation.SWIGLU_CLAMP:
@@ -218,6 +227,7 @@ def faults_of(subject: Subject) -> list[tuple[str, tuple[str, ...], Any]]:
         found.append(("no activation", ("activation-missing",), lambda: _activation(subject, lambda x: x)))
     if shared is not None:
         found += [
+            ("one fp8 activation scale a batch", ("batch-activation-scale",), lambda: _one_scale(subject, shared)),
             ("shared dropped", ("shared-dropped",), lambda: hooked(subject, shared, lambda y, a: y * 0)),
             ("shared twice", ("shared-doubled",), lambda: hooked(subject, shared, lambda y, a: y * 2)),
             ("shared x 8", ("shared-scaled",), lambda: hooked(subject, shared, lambda y, a: y * 8)),

@@ -189,7 +189,8 @@ class Asker:
         """
         probe = start
         for step, top in enumerate(answer.tops):
-            self.evidence.observations.append(Observation(phase, probe, top, max(1, batch - step), max(0, row - step), step))
+            left, place = max(1, batch - step), max(0, row - step)
+            self.evidence.observations.append(Observation(phase, probe, top, left, place, step))
             probe = self.manifest.successor(probe)
             if step >= len(answer.tokens) or answer.tokens[step] != self.manifest.token(probe):
                 self.evidence.wandered[phase] = self.evidence.wandered.get(phase, 0) + 1

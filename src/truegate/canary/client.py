@@ -176,7 +176,8 @@ class Client:
         for _ in range(3):
             time.sleep(0.5)
             if (alive := self.get("/v1/models")) is not None and alive.status_code < 500:
-                return f"the connection broke ({error or type(error).__name__}), but the server is there: it restarted"
+                broke = f"the connection broke ({error or type(error).__name__})"
+                return f"{broke}, but the server is there: it hung up or restarted"
         return f"the server died ({error or type(error).__name__}) after {self.num_requests} requests"
 
     def _choice(self, choice: Mapping[str, Any], num_prompt: int) -> Completion:

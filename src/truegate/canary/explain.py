@@ -141,6 +141,8 @@ def find_cause(layer: Layer, cells: Cells, which: NDArray[np.bool_], *, rows_too
         explained = which & cells.fits(np.zeros_like(cells.want))
         text = "rows are lost: no expert and no shared expert is added"
         return Cause(("rows-lost",), text, explained, np.ones(len(which), dtype=bool))
+    if rows_too and (cause := _by_company(cells, which)) is not None:
+        return cause
     candidates = hypotheses(layer)
     singles = [h for h in candidates if len(h.parts) == 1]
     if (cause := _fit(layer, cells, part, singles)) is not None:
@@ -167,8 +169,11 @@ def _fit(layer: Layer, cells: Cells, part: Cells, candidates: Iterable[Hypothesi
         return None
     best, readings = fitting[0]
     explained = cells.fits(readings)
-    others = tuple(h.names for h, _ in fitting[1:] if len(h.parts) == len(best.parts))
-    return Cause(best.names, sentence(best.names, layer.spec), explained, _differs(cells, readings), others)
+    alike = (h.names for h, _ in fitting[1:] if len(h.parts) == len(best.parts) and h.names != best.names)
+    others = tuple(dict.fromkeys(alike))
+    return Cause(
+        best.names, sentence(best.names, layer.spec) + best.where, explained, _differs(cells, readings), others
+    )
 
 
 def _differs(cells: Cells, readings: Matrix) -> NDArray[np.bool_]:
@@ -219,11 +224,6 @@ def _by_rows(layer: Layer, cells: Cells, which: NDArray[np.bool_]) -> Cause | No
             return Cause(
                 ("rows-lost",), "rows lose their routed experts; the shared expert is there", which & fits, everywhere
             )
-    if {s.kind for s in part.sights} <= {Kind.DIM, Kind.EIGHTH, Kind.THIRD}:
-        return Cause(("batch-activation-scale",),
-                     f"only small activations are wrong, by up to {_worst(part):.1%}: one activation scale is shared "
-                     f"by the rows of a batch", which.copy(),
-                     np.array([s.kind in (Kind.DIM, Kind.EIGHTH, Kind.THIRD) for s in cells.sights]))  # fmt: skip
     if (moved := _other_rows(layer, cells, which)) is not None:
         return moved
     lost = ((part.low <= 0) & (part.want > 1e-6) & (part.high < part.want)).any(axis=1)
@@ -235,6 +235,19 @@ def _by_rows(layer: Layer, cells: Cells, which: NDArray[np.bool_]) -> Cause | No
             ("choices-lost",), f"{what} of these rows are lost, the other choices are right", which.copy(), everywhere
         )
     return None
+
+
+def _by_company(cells: Cells, which: NDArray[np.bool_]) -> Cause | None:
+    """Small activations a little off in company, right when alone: their scale is not their own."""
+    small = np.array([s.kind in (Kind.DIM, Kind.EIGHTH, Kind.THIRD) for s in cells.sights])
+    alone = np.array([s.batch == 1 for s in cells.sights])
+    part = cells.only(which)
+    if (which & ~small).any() or (which & alone).any() or not (small & alone & cells.right()).any():
+        return None
+    if (error := _worst(part)) > 0.2:
+        return None
+    text = f"only small activations are wrong, by up to {error:.1%}: one activation scale is shared by a batch's rows"
+    return Cause(("batch-activation-scale",), text, which.copy(), small)
 
 
 def _only_losses(part: Cells) -> bool:

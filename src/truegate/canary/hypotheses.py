@@ -29,6 +29,7 @@ class Deviation:
     weights: Callable[[Layer, RoutingSpec, Matrix | None], tuple[Matrix, Matrix]] | None = None
     out: Callable[[Layer, Matrix], Matrix] | None = None  # C_out [P, W] -> C_out
     unit: Unit | None = None
+    only_routed: bool = False  # `unit` is the routed experts' alone; the shared ones are right
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +58,19 @@ class Hypothesis:
         return c_out, c_in
 
     def readings(self, layer: Layer, rows: NDArray, kinds: list[Kind]) -> Matrix:
-        unit = next((part.unit for part in self.parts if part.unit), unit_of(layer.spec))
-        return readings(layer, *self.coefficients(layer), rows, kinds, unit)
+        part = next((part for part in self.parts if part.unit), None)
+        c_out, c_in = self.coefficients(layer)
+        healthy = unit_of(layer.spec)
+        out = readings(layer, c_out, c_in, rows, kinds, part.unit if part and part.unit else healthy)
+        if part is not None and part.only_routed:
+            split = layer.spec.num_experts
+            out[:, split:] = readings(layer, c_out, c_in, rows, kinds, healthy)[:, split:]
+        return out
+
+    @property
+    def where(self) -> str:
+        """A limit of the hypothesis that its names do not tell."""
+        return " (routed experts only)" if any(part.only_routed for part in self.parts) else ""
 
 
 def _merge(base: RoutingSpec, left: RoutingSpec, right: RoutingSpec) -> RoutingSpec:
@@ -198,9 +210,16 @@ def _units(s: RoutingSpec) -> Iterator[Deviation]:
     unit = unit_of(s)
     yield Deviation(name="reduce-missing", axis="unit", out=lambda y, c: c * 0.5)
     yield Deviation(name="reduced-twice", axis="unit", out=lambda y, c: c * 2)
+    if s.shared is not None:
+        yield Deviation(name="reduce-missing", axis="unit", out=_routed(0.5), only_routed=True)
+        yield Deviation(name="reduced-twice", axis="unit", out=_routed(2.0), only_routed=True)
     for fault in FAULTS:
-        if fault.gain is not None and fault.applies(_AnyEngine(s)):
-            yield Deviation(name=fault.name, axis="unit", unit=replace(unit, gain=fault.gain))
+        if fault.gain is None or not fault.applies(_AnyEngine(s)):
+            continue
+        wrong = replace(unit, gain=fault.gain)
+        yield Deviation(name=fault.name, axis="unit", unit=wrong)
+        if s.shared is not None:
+            yield Deviation(name=fault.name, axis="unit", unit=wrong, only_routed=True)
     if s.activation is Activation.SWIGLU_CLAMP:
         yield Deviation(name="clamp-missing", axis="unit", unit=replace(unit, clamp=None))
         plain = replace(unit, slope=1.0, up_offset=0.0, clamp=None)

@@ -158,6 +158,8 @@ def _phase_words(evidence: Evidence) -> str:
 
 def coverage(manifest: Manifest, evidence: Evidence) -> list[str]:
     """What a pass says, and what it does not."""
+    if not evidence.observations and not evidence.answers:
+        return []
     config = manifest.config
     layer = next(iter(manifest.layers.values()))
     shape = (

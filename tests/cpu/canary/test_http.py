@@ -1,5 +1,6 @@
 """Laws of asking: every dialect gives the same verdict; a server that dies or hangs is told apart from a fault."""
 
+import html
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -108,7 +109,7 @@ def test_junit_and_html_say_what_the_result_says(canary: Canary, tmp_path: Path)
     assert failed == {"canary.mixtral.layer 1"}
     assert int(suite.get("tests") or 0) == len(list(suite))
     write_html(data, tmp_path / "r.html")
-    page = (tmp_path / "r.html").read_text()
+    page = html.unescape((tmp_path / "r.html").read_text())
     assert data["findings"][0]["title"] in page
     assert "http://" not in page.replace(data["url"], "")
     assert page.count("data:image/png;base64,") == 6
