@@ -17,8 +17,12 @@ def main() -> None:
     import convert_hf_to_gguf as converter
     from conversion.base import TextModel
 
+    def words(self: TextModel) -> None:
+        self._set_vocab_whitespace()
+        self.gguf_writer.add_token_merges(["e 0"])  # the loader wants a list; this one is never used
+
     TextModel.get_vocab_base_pre = lambda self, tokenizer: "whitespace"
-    TextModel._set_vocab_gpt2 = TextModel._set_vocab_whitespace
+    TextModel._set_vocab_gpt2 = words
     sys.argv = ["convert_hf_to_gguf.py", str(canary), "--outfile", str(out), *(sys.argv[4:] or ["--outtype", "bf16"])]
     converter.main()
 

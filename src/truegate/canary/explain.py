@@ -163,12 +163,13 @@ def _fit(layer: Layer, cells: Cells, part: Cells, candidates: Iterable[Hypothesi
     """The first hypothesis that fits all of `part`, with those that fit as well."""
     fitting: list[tuple[Hypothesis, Matrix]] = []
     for hypothesis in candidates:
-        if part.fits(hypothesis.readings(layer, part.rows, part.kinds)).all():
+        tied = hypothesis.undecided(layer)
+        if tied.mean() < 0.2 and (part.fits(hypothesis.readings(layer, part.rows, part.kinds)) | tied[part.rows]).all():
             fitting.append((hypothesis, hypothesis.readings(layer, cells.rows, cells.kinds)))
     if not fitting:
         return None
     best, readings = fitting[0]
-    explained = cells.fits(readings)
+    explained = cells.fits(readings) | best.undecided(layer)[cells.rows]
     alike = (h.names for h, _ in fitting[1:] if len(h.parts) == len(best.parts) and h.names != best.names)
     others = tuple(dict.fromkeys(alike))
     return Cause(

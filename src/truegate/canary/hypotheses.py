@@ -12,10 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from truegate.canary.definition import Kind, Layer, Matrix, Unit, readings, unit_of
+from truegate.canary.margins import margin
 from truegate.law.fault import Fault, faulty_select
 from truegate.law.faults import FAULTS
 from truegate.law.select import coefficients, select
 from truegate.law.spec import Activation, Denominator, GroupScore, RoutingSpec, Score, SelectOn, SharedGate, WeightAt
+
+_TIE = 2e-3  # of the selection score: closer than bf16 scores tell apart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,14 @@ class Hypothesis:
         if part is not None and part.only_routed:
             split = layer.spec.num_experts
             out[:, split:] = readings(layer, c_out, c_in, rows, kinds, healthy)[:, split:]
+        return out
+
+    def undecided(self, layer: Layer) -> NDArray[np.bool_]:
+        """[P]: rows on which this engine's own choice is a tie, so that any outcome fits it."""
+        out = np.zeros(len(layer.logits_PE), dtype=bool)
+        for part in self.parts:
+            if part.spec is not None:
+                out |= margin(part.spec, layer.bias_E, layer.logits_PE) < _TIE
         return out
 
     @property

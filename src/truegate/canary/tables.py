@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from truegate.canary.definition import Kind, Layer, Matrix, expected
 from truegate.canary.hypotheses import Hypothesis, deviations
+from truegate.canary.margins import groups_of, margin
 from truegate.errors import UserError
 from truegate.law.select import select
-from truegate.law.spec import GroupScore, RoutingSpec, Score, SelectOn, SharedGate
+from truegate.law.spec import RoutingSpec, Score, SharedGate
 
 STEP = 1 / 16  # table entries are multiples of this within +-4, or of 1/32 where more than 128 experts need room
 _MARGIN = 0.012  # of the selection score, between the last chosen and the first not chosen; bf16 rounds to 0.004
@@ -74,18 +75,11 @@ def _shared_logits(spec: RoutingSpec, num_rows: int) -> Matrix | None:
     return np.array([(-1.0, 0.5, 1.0, 2.0)[row % 4] for row in range(num_rows)])
 
 
-def _groups(spec: RoutingSpec) -> tuple[int, int]:
-    """(count, kept) of the groups that limit the choice; (1, 1) without."""
-    if spec.groups is None or spec.groups.kept == spec.groups.count:
-        return 1, 1
-    return spec.groups.count, spec.groups.kept
-
-
 def _cover_sets(
     spec: RoutingSpec, bias: Matrix | None, rounds: int, rng: np.random.RandomState
 ) -> list[NDArray[np.int64]]:
     """Sets of K experts within the kept groups such that every expert is in at least `rounds` of them."""
-    count, kept = _groups(spec)
+    count, kept = groups_of(spec)
     size, k = spec.num_experts // count, spec.top_k
     always = [] if bias is None else [int(e) for e in np.flatnonzero(bias == HUGE_BIAS)]
     seen = np.zeros(spec.num_experts, dtype=int)
@@ -118,43 +112,6 @@ def _shares(k: int, kept: int, size: int) -> list[int]:
     if max(share) > size:
         raise UserError(f"top-{k} does not fit {kept} groups of {size}")
     return share
-
-
-def margin(spec: RoutingSpec, bias: Matrix | None, rows_PE: Matrix) -> Matrix:
-    """By how much each row's choice is decided: the least gap at the last chosen expert and at the last kept group."""
-    scores = select(replace(spec, top_k=spec.num_experts, groups=None, routed_scale=1.0), rows_PE, bias_E=bias)
-    choice = np.empty_like(rows_PE)
-    if spec.select_on is SelectOn.LOGITS or spec.score is Score.SOFTMAX:
-        choice = rows_PE * 0.25  # softmax: a gap of 1/16 between logits is 6 % between scores
-    else:
-        np.put_along_axis(choice, scores.ids_TK, _scores(spec, rows_PE, scores.ids_TK), axis=1)
-        choice = choice + (0 if bias is None else bias)
-    gaps = np.full(len(rows_PE), np.inf)
-    count, kept = _groups(spec)
-    if count > 1:
-        by_group = np.sort(choice.reshape(len(rows_PE), count, -1), axis=2)
-        if spec.score is Score.SOFTMAX:
-            by_group = np.exp(4 * (by_group - by_group.max()))
-        groups = spec.groups
-        top = (
-            by_group[:, :, -1] if groups is None or groups.score is GroupScore.MAX else by_group[:, :, -2:].sum(axis=2)
-        )
-        ranked = -np.sort(-top, axis=1)
-        gap = ranked[:, kept - 1] - ranked[:, kept]
-        gaps = gap if spec.score is not Score.SOFTMAX else gap / ranked[:, kept - 1]
-        keep = top >= ranked[:, kept - 1 : kept]
-        choice = np.where(np.repeat(keep, spec.num_experts // count, axis=1), choice, -np.inf)
-    ranked = -np.sort(-choice, axis=1)
-    after = ranked[:, spec.top_k] if spec.top_k < spec.num_experts else -np.inf
-    with np.errstate(invalid="ignore"):
-        return np.minimum(gaps, ranked[:, spec.top_k - 1] - after)
-
-
-def _scores(spec: RoutingSpec, rows: Matrix, ids: NDArray[np.int64]) -> Matrix:
-    chosen = np.take_along_axis(rows, ids, axis=1)
-    if spec.score is Score.SIGMOID:
-        return 1 / (1 + np.exp(-chosen))
-    return np.sqrt(np.log1p(np.exp(chosen)))
 
 
 def _chosen(spec: RoutingSpec, bias: Matrix | None, rows: Matrix) -> NDArray[np.int64]:
@@ -237,7 +194,7 @@ def _candidate(spec: RoutingSpec, index: int, rng: np.random.RandomState, step: 
     elif style == 2:
         row = np.where(rng.rand(e) < 0.3, rng.uniform(0.5, 1.5, e), rng.uniform(-1.5, 0.5, e))
     elif style == 3:
-        count, _ = _groups(spec)
+        count, _ = groups_of(spec)
         row = rng.uniform(-2.5, 1.0, e)
         lead = rng.randint(0, e // count, count) + np.arange(count) * (e // count)
         row[lead] = rng.uniform(0.5, 4.0, count)
@@ -269,7 +226,7 @@ def _near_tie(
 
 
 def _same_group(spec: RoutingSpec, a: int, b: int) -> bool:
-    size = spec.num_experts // _groups(spec)[0]
+    size = spec.num_experts // groups_of(spec)[0]
     return a // size == b // size
 
 
