@@ -137,11 +137,15 @@ def test_a_client_that_leaves_is_cancelled_streaming_or_not(fake):
     connections = [
         fake.send_raw("/v1/completions", {**body, "stream": stream}) for stream in (True, False) for _ in "ab"
     ]
-    fake.wait_for(lambda: fake.in_flight() == before + 4, 5)
+
+    def in_engine() -> int:
+        return fake.get("/health").json()["engine"]["running"]
+
+    fake.wait_for(lambda: fake.in_flight() == before + 4 and in_engine() == 4, 5)
     for connection in connections:
         connection.close()
     fake.wait_for(lambda: fake.in_flight() == before, 5)
-    fake.wait_for(lambda: fake.get("/health").json()["engine"]["running"] == 0, 5)  # in the engine too
+    fake.wait_for(lambda: in_engine() == 0, 5)  # long before they would have ended
 
 
 def test_interleaved_streams_are_not_mixed_up(fake):
