@@ -13,7 +13,7 @@ app = typer.Typer(no_args_is_help=True, help="Audit the mixture-of-experts layer
 
 @app.command("make")
 def make_command(
-    out: Annotated[Path, typer.Option(help="Folder to write; new, or an earlier canary.")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write; new, or an earlier canary.")] = None,
     like: Annotated[Path | None, typer.Option(help="Real model: its folder or config.json; routing is copied.")] = None,
     arch: Annotated[str | None, typer.Option(help="Family, for a small canary of it; see --list.")] = None,
     layers: Annotated[int | None, typer.Option(help="Decoder layers; default: three with experts.")] = None,
@@ -37,6 +37,8 @@ def make_command(
     if list_archs:
         typer.echo("\n".join(ARCHS))
         return
+    if out is None:
+        raise UserError("give --out FOLDER, where the canary is to be written")
     if (like is None) == (arch is None):
         raise UserError("give either --like MODEL or --arch FAMILY")
     config = default_config(arch) if arch is not None else read_config(like or Path())

@@ -113,7 +113,7 @@ def result(
         "right": verdict.num_right, "read": verdict.num_cells,
         "grid": {str(layer): phases for layer, phases in verdict.grid.items()},
         "phases": evidence.phases, "seconds": evidence.seconds, "requests": evidence.num_requests,
-        "errors": {} if seen is None else _errors(seen),
+        "errors": {} if seen is None or not evidence.api.top else _errors(seen),
         "matrices": {} if seen is None else {str(i): _matrix(cells) for i, cells in seen.layers.items()},
         "evidence": _evidence_json(evidence), "manifest": dict(manifest.data),
     }  # fmt: skip
@@ -136,7 +136,7 @@ def explain_again(data: Mapping[str, Any]) -> dict[str, Any]:
 def headline(manifest: Manifest, evidence: Evidence, verdict: Verdict) -> str:
     """The first line of every report."""
     if verdict.lost is not None:
-        return f"invalid: {verdict.lost}"
+        return verdict.lost
     if verdict.findings:
         count = len(verdict.findings)
         return f"{count} fault{'s' * (count > 1)}: {'; '.join(f.title for f in verdict.findings[:3])}"
