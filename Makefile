@@ -3,12 +3,13 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do if $$p -c 'import s
 VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= 30000
+JOBS ?= 2
 
 .PHONY: serve test lint types check clean help
 
 help:
 	@echo "make serve   start an OpenAI-compatible server on the embedded model (CPU), on http://127.0.0.1:$(PORT)"
-	@echo "make test    run every test this machine can run"
+	@echo "make test    run every test this machine can run, in $(JOBS) processes"
 	@echo "make lint    ruff;  make types: mypy on the heart;  make check: lint, types and tests"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -20,8 +21,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 serve: $(VENV)/.installed
 	$(BIN)/truegate serve --port $(PORT)
 
+# one torch thread a process: two processes with two threads each on two cores spend their time waiting for each other
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
