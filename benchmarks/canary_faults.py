@@ -174,7 +174,7 @@ def _one_scale(subject: Subject, shared: Callable[[Any], Any]) -> Iterator[None]
     """The shared expert's activations go through e4m3 with one scale for the whole batch."""
 
     def before(module: Any, args: Any) -> Any:
-        scale = args[0].abs().amax().float() / 448
+        scale = args[0].abs().amax().float().clamp_min(1e-6) / 448
         return ((args[0].float() / scale).to(torch.float8_e4m3fn).float() * scale).to(args[0].dtype)
 
     handles = [shared(b).down_proj.register_forward_pre_hook(before) for b in subject.layers.values()]
