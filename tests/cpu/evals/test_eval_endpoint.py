@@ -231,7 +231,9 @@ def test_control_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path: Path) -> N
     items = write_items(tmp_path / "own.jsonl", {f"q{i}": "1" for i in range(40)})
     slow = Act(body=reply("#### 1").body, delay_s=0.2)
     with Endpoint(lambda *_: slow) as endpoint:
-        command = "from truegate.evals.cli import app; app()"
+        # tests started in the background ignore SIGINT, and so would their children: take it as a terminal gives it
+        terminal = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        command = terminal + "from truegate.evals.cli import app; app()"
         arguments = ["run", str(items), "--url", endpoint.url, "--save", str(tmp_path / "run"), "--concurrency", "4"]
         process = subprocess.Popen([sys.executable, "-c", command, *arguments], stderr=subprocess.PIPE, text=True)
         file = tmp_path / "run" / "items.jsonl"
