@@ -71,16 +71,13 @@ def realise(
     gated = spec.shared is not None and spec.shared.gate is SharedGate.SIGMOID
     if gated != (shared_gate_T is not None):
         raise ValueError(f"{spec.family}: shared_gate_T goes with a sigmoid-gated shared expert, and only with it")
-    num_rows, top_k = ids_TK.shape
-    rows_T1 = xp.arange(num_rows, dtype=xp.int64, device=ids_TK.device)[:, None]
-    columns_K = xp.arange(top_k, dtype=xp.int64, device=ids_TK.device)[None, :]
     if plan.scales.plan != 1:
         weights_TK = weights_TK * float(plan.scales.plan)
     logical_TK, chosen_TK, ok_TK = ids_TK, weights_TK, None
     if valid_T is not None:
         # whatever a padded row holds (NaN logits, ids of another step), it must not reach a table below
         ok_TK = xp.broadcast_to(valid_T[:, None], ids_TK.shape)
-        ids_TK = xp.where(ok_TK, ids_TK, (rows_T1 * top_k + columns_K) % spec.num_choices)
+        ids_TK = xp.where(ok_TK, ids_TK, _spread(ids_TK, spec.num_choices, xp))
     identity_T = None
     if spec.num_identity:
         is_identity_TK = ids_TK >= spec.num_experts
@@ -88,9 +85,9 @@ def realise(
         # the kernel's factor never meets x itself, so it is put in here; combine adds before the last multiply
         identity_T = xp.where(live_TK, weights_TK, 0.0).sum(-1) * float(plan.scales.kernel)
         ok_TK = ~is_identity_TK if ok_TK is None else ok_TK & ~is_identity_TK
-        ids_TK = xp.where(is_identity_TK, (rows_T1 * top_k + columns_K) % spec.num_experts, ids_TK)
+        ids_TK = xp.where(is_identity_TK, _spread(ids_TK, spec.num_experts, xp), ids_TK)
     load_E = _count(ids_TK, ok_TK, spec.num_experts, xp) if count else None
-    slots_TK = _replica(plan, ids_TK, rows_T1 + first_row, tables, xp)
+    slots_TK = _replica(plan, ids_TK, first_row, tables, xp)
     load_P = _count(slots_TK, ok_TK, placement.num_slots, xp) if count else None
     ids_TJ, weights_TJ, ok_TJ = _append_shared(plan, slots_TK, weights_TK, ok_TK, valid_T, shared_gate_T, home_T, xp)
     if ok_TJ is not None:
@@ -106,12 +103,17 @@ def realise(
 def _count(ids_TK: Array, ok_TK: Array, size: int, xp: ModuleType) -> Array:
     """Rows per id, valid ones only; int64."""
     live_TK = xp.ones_like(ids_TK) if ok_TK is None else ok_TK
-    # float64: in torch's default float32 a count stops at 2**24
     counts = xp.bincount(ids_TK.reshape(-1), xp.asarray(live_TK, dtype=xp.float64).reshape(-1), size)
     return xp.asarray(counts, dtype=xp.int64)
 
 
-def _replica(plan: Plan, ids_TK: Array, rows_T1: Array, tables: Tables | None, xp: ModuleType) -> Array:
+def _spread(ids_TK: Array, size: int, xp: ModuleType) -> Array:
+    """Legal ids of ids' shape, (row * K + k) % size: K distinct ones a row, no id more often than it must be."""
+    num_rows, width = ids_TK.shape
+    return xp.arange(num_rows * width, dtype=xp.int64, device=ids_TK.device).reshape(num_rows, width) % size
+
+
+def _replica(plan: Plan, ids_TK: Array, first_row: int, tables: Tables | None, xp: ModuleType) -> Array:
     """slot = replicas[e, (row + e) % count[e]]: the same on every rank that knows the row's global number."""
     placement = plan.placement
     if tables is None:
@@ -119,6 +121,7 @@ def _replica(plan: Plan, ids_TK: Array, rows_T1: Array, tables: Tables | None, x
             return ids_TK
         replicas = xp.asarray(placement.replicas_EX, device=ids_TK.device)
         tables = Tables(replicas, xp.asarray(placement.count_E, device=ids_TK.device))
+    rows_T1 = xp.arange(len(ids_TK), dtype=xp.int64, device=ids_TK.device)[:, None] + first_row
     which_TK = (rows_T1 + ids_TK) % tables.count_E[ids_TK]
     return tables.replicas_EX[ids_TK, which_TK]
 
@@ -164,9 +167,7 @@ def mark_invalid(
         return xp.where(ok_TJ, ids_TJ, pad.value), weights_TJ
     if isinstance(pad, Sentinel):
         return xp.where(ok_TJ, ids_TJ, num_slots), weights_TJ
-    num_rows, width = ids_TJ.shape
-    spread_TJ = xp.arange(num_rows * width, dtype=xp.int64, device=ids_TJ.device).reshape(num_rows, width) % num_slots
-    return xp.where(ok_TJ, ids_TJ, spread_TJ), weights_TJ
+    return xp.where(ok_TJ, ids_TJ, _spread(ids_TJ, num_slots, xp)), weights_TJ
 
 
 def is_invalid(pad: Pad, ids_TJ: Array, weights_TJ: Array, num_slots: int) -> Array:

@@ -5,6 +5,7 @@ E logical experts, P physical slots (P = E + redundant), R ranks, L = P / R slot
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +43,7 @@ class Placement:
     def has_replicas(self) -> bool:
         return self.num_slots > self.num_experts
 
-    @property
+    @cached_property
     def is_identity(self) -> bool:
         """Expert e is in slot e and nowhere else."""
         return not self.has_replicas and bool((self.logical_P == np.arange(self.num_slots)).all())
