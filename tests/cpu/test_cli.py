@@ -200,9 +200,24 @@ def test_plan_in_words_has_the_ledger_and_the_equation(truegate, v3):
         assert part in out, part
 
 
+def test_the_plan_in_words_uses_w_for_one_thing(truegate, v3):
+    out = truegate("plan", v3)[1]
+    assert "w = s[ids] / (sum s[ids] + 1e-20)\n" in out
+    assert "y = sum_j 2.5 w[j] F_ids[j](h) + G(h)" in out
+    assert "routed coefficient = w * 2.5 * 1 = 2.5 w" in out
+
+
+@pytest.mark.parametrize("fuse", ["--fuse-shared", "--no-fuse-shared"])
+def test_the_ledger_keeps_a_sigmoid_gate_of_the_shared_expert(truegate, tmp_path, fuse):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_moe"}')
+    ledger = truegate("plan", tmp_path, fuse)[1].partition("who multiplies what")[2].partition("what passes")[0]
+    assert "sigmoid(h . g)" in ledger
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (("--redundant", 10**12), ("redundant experts: 1000000000000", "--redundant")),
         (("--ep", 8, "--dispatch", "local"), ("local", "--ep 8", "--dispatch allgather")),
         (("--ep", 7), ("256", "7 ranks", "--redundant")),
         (("--experts", "nosuch"), ("--experts nosuch", "torch")),

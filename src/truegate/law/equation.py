@@ -38,11 +38,12 @@ def _weights(spec: RoutingSpec) -> str:
         Denominator.SUM_AT_LEAST: f"s[ids] / max(sum s[ids], {spec.eps:g})",
         Denominator.SOFTMAX_TOPK: "softmax(x[ids])",
     }[spec.denominator]
-    return f"w = {'' if spec.routed_scale == 1 else f'{spec.routed_scale:g} * '}{chosen}"
+    return f"w = {chosen}"
 
 
 def _sum(spec: RoutingSpec) -> str:
-    routed = "sum_j F_ids[j](w[j] h)" if spec.weight_at is WeightAt.INPUT else "sum_j w[j] F_ids[j](h)"
+    w = "w[j]" if spec.routed_scale == 1 else f"{spec.routed_scale:g} w[j]"
+    routed = f"sum_j F_ids[j]({w} h)" if spec.weight_at is WeightAt.INPUT else f"sum_j {w} F_ids[j](h)"
     identity = f"   (ids {spec.num_experts}.. are the identity: F(h) = h)" if spec.num_identity else ""
     shared = ""
     if spec.shared is not None:

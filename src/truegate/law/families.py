@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from truegate.errors import UserError
-from truegate.law.keys import Config, Keys, read_config
+from truegate.law.keys import Config, Keys, read_config, shown
 from truegate.law.names import (
     PER_EXPERT,
     PER_EXPERT_W123,
@@ -21,6 +21,7 @@ from truegate.law.names import (
     MoeNames,
 )
 from truegate.law.spec import (
+    MOST_SHARED,
     Denominator,
     Groups,
     GroupScore,
@@ -94,12 +95,12 @@ def _open(config: Config) -> tuple[Family, Keys, str]:
     if model_type is None:
         raise UserError("config: model_type is missing, so the model family is unknown")
     known = ", ".join(t for f in _FAMILIES for t in (*f.model_types, *([f.wrapper] if f.wrapper else [])))
-    raise UserError(f"config: model_type {model_type!r} is not a known MoE family; known are {known}")
+    raise UserError(f"config: model_type {shown(model_type)} is not a known MoE family; known are {known}")
 
 
 def _shared_copies(keys: Keys, key: str, default: int, width: int) -> Shared | None:
     """A shared expert `key` times as wide as a routed one; 0 or null: none."""
-    count = 0 if keys.value(key, default)[1] is None else keys.integer(key, default, least=0)
+    count = 0 if keys.value(key, default)[1] is None else keys.integer(key, default, least=0, most=MOST_SHARED)
     return Shared(intermediate=count * width) if count else None
 
 
@@ -124,7 +125,7 @@ def _deepseek_v2(keys: Keys, layer: int) -> RoutingSpec | None:
         return None
     method_key, method = keys.value("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
-        raise keys.refuse(method_key, f"is {method!r}, must be 'greedy' or 'group_limited_greedy'")
+        raise keys.refuse(method_key, f"is {shown(method)}, must be 'greedy' or 'group_limited_greedy'")
     groups = None
     if method == "group_limited_greedy":
         count, kept = keys.integer("n_group", None), keys.integer("topk_group", None)
@@ -168,7 +169,8 @@ class _BiasedGrouped:
         name, kinds = keys.value("mlp_layer_types", None)
         if kinds is None or layer >= keys.num_main_layers:
             return _dense_at_start(keys, layer, self.dense)
-        if len(kinds) != keys.num_main_layers or not set(kinds) <= {"dense", "sparse"}:
+        named = isinstance(kinds, list) and all(kind in ("dense", "sparse") for kind in kinds)
+        if not named or len(kinds) != keys.num_main_layers:
             raise keys.refuse(name, f"must give 'dense' or 'sparse' for each of {keys.num_main_layers} layers")
         return bool(kinds[layer] == "dense")
 
@@ -283,7 +285,9 @@ def _hunyuan_v1_moe(keys: Keys, layer: int) -> RoutingSpec | None:
     for key, covered in (("moe_intermediate_size", width), ("num_shared_expert", 1)):
         name, value = keys.value(key, covered)
         if value is not None and keys.integer(key, covered, layer=layer) != covered:
-            raise keys.refuse(name, f"is {value!r}, only {covered} is supported: transformers gives no other width")
+            raise keys.refuse(
+                name, f"is {shown(value)}, only {covered} is supported: transformers gives no other width"
+            )
     return keys.spec(
         num_experts=keys.integer("num_experts", 1, layer=layer), top_k=keys.integer("moe_topk", 1, layer=layer),
         score=Score.SOFTMAX, denominator=Denominator.SUM,

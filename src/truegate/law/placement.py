@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from truegate.errors import Refused
 
 Ints = NDArray[np.int64]
+MOST_REDUNDANT = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,8 @@ def place(*, num_experts: int, num_ranks: int = 1, num_redundant: int = 0) -> Pl
     """
     if num_redundant < 0:
         raise Refused(f"redundant experts: {num_redundant} is negative; use 0 or more")
+    if num_redundant > MOST_REDUNDANT:
+        raise Refused(f"redundant experts: {num_redundant} is more than {MOST_REDUNDANT}; use fewer (--redundant)")
     num_slots = num_experts + num_redundant
     if num_ranks < 1 or num_slots % num_ranks:
         raise Refused(

@@ -11,6 +11,10 @@ from fractions import Fraction
 
 from truegate.errors import UserError
 
+MOST_EXPERTS = 65_536  # tables are as long: beyond it a config is a typing error that would fill the memory
+MOST_SHARED = 1024  # routed-expert widths in the shared expert
+SCALES = (1e-30, 1e30)  # float32 holds the scale, its inverse, and weights times either
+
 
 class Score(StrEnum):
     """Elementwise or rowwise map from router logits x to scores s, in fp32 or wider."""
@@ -155,6 +159,8 @@ def _problems(s: RoutingSpec) -> list[str]:
     sizes = {"num_experts": s.num_experts, "top_k": s.top_k, "hidden": s.hidden,
              "expert_intermediate": s.expert_intermediate}  # fmt: skip
     found = [f"{name} is {size}, must be at least 1" for name, size in sizes.items() if size < 1]
+    if s.num_choices > MOST_EXPERTS:
+        found.append(f"num_experts is {s.num_experts}, must be at most {MOST_EXPERTS}")
     if found:
         return found
     reachable = s.num_choices
@@ -172,6 +178,8 @@ def _problems(s: RoutingSpec) -> list[str]:
         found.append(f"top_k {s.top_k} exceeds the {reachable} experts that can be chosen")
     if not (s.routed_scale > 0 and s.routed_scale < float("inf")):
         found.append(f"routed_scale is {s.routed_scale}, must be positive and finite")
+    elif not SCALES[0] <= s.routed_scale <= SCALES[1]:
+        found.append(f"routed_scale is {s.routed_scale}, must be in {SCALES[0]}..{SCALES[1]}")
     if not 0 <= s.eps < float("inf"):
         found.append(f"eps is {s.eps}, must be non-negative and finite")
     if s.denominator is Denominator.SOFTMAX_TOPK and s.score is not Score.SOFTMAX:
@@ -182,6 +190,10 @@ def _problems(s: RoutingSpec) -> list[str]:
         found.append(f"num_identity is {s.num_identity}, must not be negative")
     if s.shared is not None and s.shared.intermediate < 1:
         found.append(f"shared.intermediate is {s.shared.intermediate}, must be at least 1")
+    elif s.shared is not None and s.shared.intermediate > MOST_SHARED * s.expert_intermediate:
+        found.append(
+            f"shared.intermediate is {s.shared.intermediate}, must be at most {MOST_SHARED} times expert_intermediate"
+        )
     if (s.activation is Activation.SWIGLU_CLAMP) != (s.clamp is not None):
         found.append("clamp goes with activation swiglu_clamp, and only with it")
     return found

@@ -169,13 +169,18 @@ def ledger(plan: Plan) -> list[str]:
     ]
     if plan.spec.shared is None:
         return lines
+    gated = plan.spec.shared.gate is SharedGate.SIGMOID
+    g = "sigmoid(h . g)" if gated else "1"
     if plan.num_shared == 0:
-        return [*lines, "shared expert runs beside the experts and is added after the last multiply: coefficient 1"]
+        return [*lines, f"shared expert runs beside the experts and is added after the last multiply: coefficient {g}"]
+    times = f"{g} * " if gated else ""
+    total = s.shared * s.later * s.shared_copies
     return [
         *lines,
-        f"shared slot weight = 1 / (b * m) = 1 / ({_n(s.later)} * {_n(s.shared_copies)}) = {_n(s.shared)}",
-        f"shared coefficient = {_n(s.shared)} * {_n(s.later)} * {_n(s.shared_copies)} copies summed = "
-        f"{_n(s.shared * s.later * s.shared_copies)}",
+        f"shared slot weight = {g} / (b * m) = {g} / ({_n(s.later)} * {_n(s.shared_copies)})"
+        + ("" if gated else f" = {_n(s.shared)}"),
+        f"shared coefficient = {times}{_n(s.shared)} * {_n(s.later)} * {_n(s.shared_copies)} copies summed = "
+        + (f"{times}{_n(total)}" if gated else _n(total)),
     ]
 
 

@@ -276,6 +276,21 @@ V3 = {"model_type": "deepseek_v3"}
         ),
         ({**V3, "mlp_layer_types": ["sparse"]}, "mlp_layer_types must give"),
         ({**V3, "num_local_experts": 100}, "n_group 8 does not divide the 100 experts"),
+        ({**V3, "mlp_layer_types": 5}, "mlp_layer_types must give"),
+        ({**V3, "mlp_layer_types": [{}] * 61}, "mlp_layer_types must give"),
+        ({**V3, "hidden_act": ["silu"]}, "hidden_act is ['silu']"),
+        ({**V3, "n_routed_experts": 10**12}, "n_routed_experts is 1000000000000, must be at most"),
+        ({**V3, "n_routed_experts": 10**9}, "n_routed_experts is 1000000000, must be at most 65536"),
+        ({**V3, "n_shared_experts": 10**6}, "n_shared_experts is 1000000, must be at most 1024"),
+        ({**V3, "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, must be at most 10000"),
+        ({**V3, "num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers is 1000000000, must be at most 10000"),
+        ({**V3, "routed_scaling_factor": 10**400}, "too large for a float"),
+        ({**V3, "routed_scaling_factor": 1e-320}, "routed_scaling_factor is 1e-320, must be in 1e-30..1e+30"),
+        ({**V3, "topk_group": [1] * 500}, "1..., must be an integer"),
+        (
+            {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 10**8},
+            "shared_expert_intermediate_size is 100000000, must be at most 1024 times",
+        ),
         ({**V3, "n_group": 256, "topk_group": 128}, "n_group 256 leaves 1"),
         ({"model_type": "deepseek_v2"}, "num_experts_per_tok is missing"),
         ({"model_type": "deepseek_v2", "num_experts_per_tok": 6, "topk_method": "noaux_tc"}, "topk_method is"),
@@ -314,6 +329,11 @@ def test_a_config_file_that_cannot_be_read_is_refused_by_its_path(tmp_path):
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(UserError, match="holds a list"):
         read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="nested too deeply"):
+        read_config(tmp_path)
+    with pytest.raises(UserError, match="File name too long"):
+        read_config("c" * 5000)
 
 
 @pytest.mark.parametrize("family", [f for f in families() if f.aliases], ids=lambda f: f.name)
