@@ -4,6 +4,7 @@ Invariant: a user's mistake ends in one clear line and exit code 64, never a tra
 """
 
 import os
+import re
 import sys
 from typing import Annotated
 
@@ -100,4 +101,17 @@ def explain(error: BaseException) -> tuple[str, int]:
         where = f" (see `{ctx.command_path} --help`)" if ctx is not None else ""
         message = " ".join(error.format_message().split())
         return (f"{message}{where}" if message else ""), EXIT_USAGE
+    if isinstance(error, ModuleNotFoundError) and _of_the_engine(error.name or ""):
+        return (
+            f"this verb needs the engine, and {error.name} is not installed: pip install 'truegate[serve]'",
+            EXIT_USAGE,
+        )
     return f"{type(error).__name__}: {error} (a defect of truegate; `--debug` shows where)", EXIT_INVALID
+
+
+def _of_the_engine(module: str) -> bool:
+    """Whether a module comes with the extra `serve` and not with the base install."""
+    from importlib.metadata import requires
+
+    needs = [need for need in requires("truegate") or () if "extra" in need and "serve" in need]
+    return module.partition(".")[0] in {re.split(r"[^\w-]", need)[0].replace("-", "_") for need in needs}

@@ -262,3 +262,15 @@ def test_help_says_which_contracts_have_run(truegate):
     text = re.sub(r"\s+", " ", truegate("plan", "--help")[1])
     assert "contracts" in text
     assert "enable-dp-attention" in text
+
+
+@pytest.mark.parametrize("words", [["check"], ["run", "hi"], ["serve"]], ids=" ".join)
+def test_a_verb_of_the_engine_says_so_where_only_the_base_is_installed(words):
+    code = "import sys; sys.modules['torch'] = sys.modules['fastapi'] = None; from truegate.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (64, "", 1), done.stderr
+    assert "pip install 'truegate[serve]'" in done.stderr
+
+
+def test_a_module_that_no_extra_brings_is_a_defect():
+    assert explain(ModuleNotFoundError("No module named 'nosuch'", name="nosuch"))[1] == 3
