@@ -274,3 +274,15 @@ def test_a_verb_of_the_engine_says_so_where_only_the_base_is_installed(words):
 
 def test_a_module_that_no_extra_brings_is_a_defect():
     assert explain(ModuleNotFoundError("No module named 'nosuch'", name="nosuch"))[1] == 3
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--cases", 5), ("--cases", -1, "--mutants"), ("--mutants", "--dtype", "bfloat16"),
+     ("--mutants", "--fault", "scale-twice"), ("--mutants", "--fuse-shared"), ("--device", "tpu")],
+    ids=lambda words: " ".join(map(str, words)),
+)  # fmt: skip
+def test_check_ignores_no_flag(truegate, words):
+    code, out, err = truegate("check", *words)
+    assert (code, out, err.count("\n")) == (64, "", 1), err
+    assert words[0] in err

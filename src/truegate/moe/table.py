@@ -30,6 +30,8 @@ def check(
     """Self-test every kind of MoE layer of the model and print it; True if all is right."""
     if dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}")
+    if device != "cpu" and device.partition(":")[0] != "cuda":
+        raise UserError(f"--device {device}: must be cpu or cuda")
     if device != "cpu" and not torch.cuda.is_available():
         raise UserError(f"--device {device}: torch sees no GPU here; use --device cpu")
     free = free_host_bytes() if device == "cpu" else torch.cuda.mem_get_info()[0]

@@ -65,11 +65,14 @@ def check(
     Exit code 0: every measured coefficient is as the model defines it. 1: it is not, and the table says what is wrong.
     A pass is about the row counts and layouts in the table, to the tolerance of the dtype.
     """
+    if cases < 0 or (cases and not mutants):
+        raise UserError(f"--cases {cases}: give 0 or more right layers, with --mutants")
+    chosen = (model, fault, router, dtype, device, experts, dispatch, fuse_shared, scale_at)
+    if mutants and chosen != (None, None, None, "float32", "cpu", "torch", "local", False, "weights"):
+        raise UserError("--mutants plants its own faults in its own layers: drop the model and every flag but --cases")
     from truegate.moe import table
 
     if mutants:
-        if model is not None or fault is not None:
-            raise UserError("--mutants plants its own faults in its own layers: drop the model and --fault")
         right = table.mutants(cases)
     else:
         right = table.check(
