@@ -12,6 +12,7 @@ import typer
 from truegate import __version__
 from truegate.cli import app, explain, main
 from truegate.errors import InvalidRun, Refused, UserError
+from truegate.moe.backends import names as backends
 
 V3 = {
     "model_type": "deepseek_v3", "num_hidden_layers": 5, "first_k_dense_replace": 3, "hidden_size": 7168,
@@ -286,3 +287,10 @@ def test_check_ignores_no_flag(truegate, words):
     code, out, err = truegate("check", *words)
     assert (code, out, err.count("\n")) == (64, "", 1), err
     assert words[0] in err
+
+
+def test_the_help_of_plan_lists_every_backend():
+    params = {p.name: p.help for p in typer.main.get_command(app).commands["plan"].params}
+    for flag, part in (("router", "routers"), ("experts", "experts"), ("dispatch", "dispatch")):
+        listed = re.split(r"[,;:.] ?", params[flag])
+        assert set(backends(part)) <= set(listed), params[flag]

@@ -6,15 +6,21 @@ import typer
 
 from truegate.errors import EXIT_FAULT, UserError
 
+ROUTERS = "torch, aiter"
+EXPERTS = "torch, triton, deep_gemm, cutlass_fp8, flashinfer_cutlass, flashinfer_trtllm, aiter"
+EXCHANGES = "local, allgather, alltoall, deepep_normal, deepep_low_latency, mori"
+
 
 def plan(
     config: Annotated[str, typer.Argument(help="A Hugging Face config.json, or the folder it is in.")],
     ep: Annotated[int, typer.Option(help="Expert-parallel ranks.")] = 1,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of each attention replica.")] = 1,
     dp: Annotated[int | None, typer.Option(help="Data-parallel attention replicas (default: ep / tp).")] = None,
-    router: Annotated[str | None, typer.Option(help="Default: the one that goes with the experts.")] = None,
-    experts: Annotated[str, typer.Option(help="Expert kernel: torch runs here, the others are contracts.")] = "torch",
-    dispatch: Annotated[str | None, typer.Option(help="Exchange (default: local, or allgather if ep > 1).")] = None,
+    router: Annotated[str | None, typer.Option(help=f"{ROUTERS}; default: the one that goes with the experts.")] = None,
+    experts: Annotated[str, typer.Option(help=f"Expert kernel: {EXPERTS}.")] = "torch",
+    dispatch: Annotated[
+        str | None, typer.Option(help=f"Exchange: {EXCHANGES}; default: local, or allgather if ep > 1.")
+    ] = None,
     fuse_shared: Annotated[bool, typer.Option(help="Run the shared expert as extra slots of the kernel.")] = False,
     replicate_shared: Annotated[bool, typer.Option(help="Compute gathered rows' shared slot on every rank.")] = False,
     scale_at: Annotated[str, typer.Option(help="Where the routed scale multiplies: weights or output.")] = "weights",

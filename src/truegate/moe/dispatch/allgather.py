@@ -7,7 +7,7 @@ from truegate.moe.need import cannot_run
 CONTRACT = Dispatch(
     name="allgather",
     status="interface",
-    source="routing.md: global -> local map, -1 where remote; the output is reduced exactly once",
+    source="engines: global -> local map, -1 where remote; the output is reduced exactly once",
     id_dtype="int64",
     accepts=(Drop(),),
     emits=Drop(),

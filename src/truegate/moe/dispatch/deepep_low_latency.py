@@ -7,7 +7,7 @@ from truegate.moe.need import cannot_run
 CONTRACT = Dispatch(
     name="deepep_low_latency",
     status="interface",
-    source="routing.md: int64 ids, weights applied at combine, shared slots per rank; hidden sizes as built upstream",
+    source="engines: int64 ids, weights applied at combine, shared slots per rank; hidden sizes as built upstream",
     id_dtype="int64",
     accepts=(Drop(),),
     emits=None,  # blocks come with counts: no slot is marked

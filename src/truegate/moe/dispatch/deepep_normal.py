@@ -7,7 +7,7 @@ from truegate.moe.need import cannot_run
 CONTRACT = Dispatch(
     name="deepep_normal",
     status="interface",
-    source="routing.md: int64 ids, -1 for slots owned elsewhere, combine adds without weights, shared slots per rank",
+    source="engines: int64 ids, -1 for slots owned elsewhere, combine adds without weights, shared slots per rank",
     id_dtype="int64",
     accepts=(Drop(),),
     emits=Drop(),

@@ -7,7 +7,7 @@ from truegate.moe.need import cannot_run
 CONTRACT = Dispatch(
     name="mori",
     status="interface",
-    source="routing.md: int32 ids and weights, at most 4096 tokens a rank by default, shared slots per rank",
+    source="engines: int32 ids and weights, at most 4096 tokens a rank by default, shared slots per rank",
     id_dtype="int32",
     accepts=(ZeroWeight(),),
     emits=None,

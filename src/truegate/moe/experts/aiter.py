@@ -12,7 +12,7 @@ from truegate.law.plan import Plan
 CONTRACT = Experts(
     name="aiter",
     status="interface",
-    source="routing.md: int32, no negatives, sink id = number of local experts; shared slots appended after the gate",
+    source="engines: int32, no negatives, sink id = number of local experts; shared slots appended after the gate",
     id_dtype="int32",
     accepts=(ZeroWeight(), Sentinel()),
     weighs="always",

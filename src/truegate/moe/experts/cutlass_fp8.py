@@ -7,7 +7,7 @@ from truegate.moe.need import cannot_run
 CONTRACT = Experts(
     name="cutlass_fp8",
     status="interface",
-    source="routing.md: local ids, scale folded into the weights by the router, global tail",
+    source="engines: local ids, scale folded into the weights by the router, global tail",
     id_dtype="int32",
     accepts=(Drop(),),
     shared_layouts=frozenset({SharedLayout.NONE, SharedLayout.GLOBAL_TAIL}),

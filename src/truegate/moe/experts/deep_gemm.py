@@ -7,7 +7,7 @@ from truegate.moe.need import cannot_run
 CONTRACT = Experts(
     name="deep_gemm",
     status="interface",
-    source="routing.md: local ids, the scale is the model's choice after combine, shared slots per rank",
+    source="engines: local ids, the scale is the model's choice after combine, shared slots per rank",
     id_dtype="int32",
     accepts=(Drop(),),
     shared_layouts=frozenset({SharedLayout.NONE, SharedLayout.PER_RANK}),

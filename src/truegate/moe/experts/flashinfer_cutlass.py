@@ -7,7 +7,7 @@ from truegate.moe.need import cannot_run
 CONTRACT = Experts(
     name="flashinfer_cutlass",
     status="interface",
-    source="routing.md: invalid ids are -1 or E, by kernel; no fused shared slot stated",
+    source="engines: invalid ids are -1 or E, by kernel; no fused shared slot stated",
     id_dtype="int32",
     accepts=(Drop(), Sentinel()),
     shared_layouts=frozenset({SharedLayout.NONE}),

@@ -7,7 +7,7 @@ from truegate.moe.need import cannot_run
 CONTRACT = Experts(
     name="flashinfer_trtllm",
     status="interface",
-    source="house.md section 2: takes raw logits; kinds and limits as the public kernels document them",
+    source="engines: takes raw logits; kinds and limits as the public kernels document them",
     id_dtype="int32",
     accepts=(ZeroWeight(),),
     takes_logits=True,

@@ -7,7 +7,7 @@ from truegate.moe.need import cannot_run
 CONTRACT = Experts(
     name="triton",
     status="interface",
-    source="routing.md: local int32, -1 skipped, scale in the epilogue or the model's choice, global tail",
+    source="engines: local int32, -1 skipped, scale in the epilogue or the model's choice, global tail",
     id_dtype="int32",
     accepts=(Drop(),),
     shared_layouts=frozenset({SharedLayout.NONE, SharedLayout.GLOBAL_TAIL}),

@@ -11,7 +11,7 @@ from truegate.law.plan import Plan
 CONTRACT = Router(
     name="aiter",
     status="interface",
-    source="routing.md: folds the scale in its biased grouped router; ids int32",
+    source="engines: folds the scale in its biased grouped router; ids int32",
     id_dtype="int32",
     kinds=frozenset({"biased_grouped_sigmoid", "softmax"}),
     folds=frozenset({"biased_grouped_sigmoid"}),
