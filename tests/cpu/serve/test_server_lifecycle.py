@@ -15,6 +15,18 @@ from truegate.serve.main import bind
 SLOW = {"prompt": "SLOW ", "max_tokens": 400, "extra_body": {"ignore_eos": True}}
 
 
+def read_response(connection) -> tuple[bytes, bytes]:
+    """Head and body of one response, however many packets it comes in."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += connection.recv(65536) or pytest.fail(f"closed after {data!r}")
+    head, body = data.split(b"\r\n\r\n", 1)
+    length = int(next(line.split(b":")[1] for line in head.splitlines() if line.lower().startswith(b"content-length")))
+    while len(body) < length:
+        body += connection.recv(65536) or pytest.fail(f"closed after {data!r}{body!r}")
+    return head, body
+
+
 def test_killing_the_engine_ends_streams_with_an_error_and_the_server_with_code_3(launch):
     server = launch()
     stream = server.openai().completions.create(model="fake", stream=True, **SLOW)
@@ -25,9 +37,9 @@ def test_killing_the_engine_ends_streams_with_an_error_and_the_server_with_code_
     os.kill(server.get("/health").json()["engine"]["pid"], signal.SIGKILL)
     with pytest.raises(openai.APIError, match="engine process ended"):
         list(stream)
-    answer = waiting.recv(65536)
-    assert b" 503 " in answer.splitlines()[0]
-    assert b"engine_unavailable" in answer
+    head, body = read_response(waiting)
+    assert b" 503 " in head.splitlines()[0]
+    assert b"engine_unavailable" in body
     waiting.close()
     server.wait_for(lambda: server.health() != 200, 5)
     assert server.process.wait(10) == 3
