@@ -24,6 +24,7 @@ from truegate.config import EngineConfig
 from truegate.errors import InvalidRun, UserError
 from truegate.hub import model_folder, model_name
 from truegate.serve.client import WORKER_COMMAND, EngineClient, EngineProcess, spawn
+from truegate.serve.memory import steady_heap
 
 log = logging.getLogger("truegate.serve")
 
@@ -58,6 +59,7 @@ def serve(options: ServeOptions) -> None:
     fault = fault_sentence(engine_config.fault, folder) if engine_config.fault is not None else None
     listener = bind(options.host, options.port)
     _raise_file_limit()
+    steady_heap()
     engine = spawn(options.engine, options.worker_command)
     try:
         asyncio.run(_Server(options, listener, engine, fault).run())

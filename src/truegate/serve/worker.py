@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from truegate.config import EngineConfig
 from truegate.errors import EXIT_INVALID, TruegateError
+from truegate.serve.memory import steady_heap
 from truegate.serve.messages import (
     Add,
     Cancel,
@@ -147,6 +148,7 @@ def channel_from_argv(argv: list[str]) -> Channel:
 
 
 def main() -> None:
+    steady_heap()
     channel = channel_from_argv(sys.argv)
 
     def build(config: EngineConfig) -> EngineLike:
