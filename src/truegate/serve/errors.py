@@ -23,6 +23,7 @@ _UNIONS = {
     "prompt": "must be a text, a list of texts, a list of token ids, or a list of such lists; none of them empty",
     "content": "must be a text, or a list of parts of the form {type: text, text: ...}: other kinds are not supported",
     "stop": "must be a text or a list of texts",
+    "return_routed_experts": 'must be true, false, "list" or "base64"',
 }
 
 
@@ -117,6 +118,7 @@ def install_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         message = {
+            400: "the body cannot be read: it must be JSON in UTF-8, uncompressed, without absurd depth or numbers",
             404: f"there is no {request.url.path} here: see /docs",
             405: f"{request.method} is not allowed on {request.url.path}",
         }.get(error.status_code, str(error.detail))

@@ -58,7 +58,8 @@ def serve(
         str | None, typer.Option(help="weights or output: where the routed scale goes.", rich_help_panel=ENGINE)
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(help="Of the engine on a CPU; default: all cores but one.", rich_help_panel=ENGINE)
+        int | None,
+        typer.Option(min=1, help="Of the engine on a CPU; default: all cores but one.", rich_help_panel=ENGINE),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of answers that bring none.", rich_help_panel=ENGINE)] = 0,
     fault: Annotated[

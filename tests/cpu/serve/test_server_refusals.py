@@ -74,6 +74,7 @@ def test_an_unsupported_field_is_refused_by_name(fake, field, value):
         (CHAT, {"messages": USER, "min_tokens": 9, "max_tokens": 3}, "min_tokens"),
         (CHAT, {"messages": USER, "response_format": {"type": "json_schema"}}, "json_schema"),
         (CHAT, {"messages": USER, "response_format": {"type": "xml"}}, "response_format.type"),
+        (CHAT, {"messages": USER, "return_routed_experts": "x"}, "base64"),
         (
             CHAT,
             {"messages": USER, "response_format": REFUSED_SCHEMA},
@@ -148,6 +149,13 @@ def test_unknown_model_path_and_method_have_the_same_shape(fake):
 def test_malformed_bodies_are_400(fake, content):
     headers = {"content-type": "application/json"}
     error_of(httpx.post(fake.url + CHAT, content=content, headers=headers, timeout=20), 400)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"\x1f\x8b\x08\x00", b"[" * 100_000])
+def test_a_body_that_cannot_be_read_is_told_what_a_body_must_be(fake, content):
+    headers = {"content-type": "application/json"}
+    response = httpx.post(fake.url + CHAT, content=content, headers=headers, timeout=20)
+    assert "JSON in UTF-8" in error_of(response, 400)["message"]
 
 
 def test_a_body_that_is_not_json_by_its_type_is_400(fake):

@@ -42,3 +42,9 @@ def test_the_loop_reads_commands_and_leaves(fake):
     assert "be brief" in ended.output  # the system message is part of what is repeated
     assert "/reset forgets" in ended.output
     assert "[ended by: length]" in ended.output
+
+
+def test_no_threads_at_all_is_refused_not_replaced_by_the_default():
+    ended = CliRunner().invoke(app, ["serve", "--threads", "0"])
+    assert ended.exit_code != 0
+    assert "threads" in ended.output + str(ended.exception)
