@@ -53,15 +53,22 @@ class Tokenizer:
             self._compiled = _compile_template(self.chat_template)
         import jinja2
 
+        given: dict[str, Any] = {
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "bos_token": self.bos_token or "",
+            "eos_token": self.eos_token or "",
+        }
+        template, read = self._compiled
+        for name in template_kwargs or {}:
+            if name in given:
+                raise UserError(f"chat_template_kwargs: {name} is set by the request itself; leave it out")
+            if name not in read:  # passed on, it would change nothing and nobody would know
+                known = ", ".join(sorted(read - given.keys())) or "no variable"
+                raise UserError(f"chat_template_kwargs: the chat template does not read {name}; it reads {known}")
         try:
-            return self._compiled.render(
-                messages=messages,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                bos_token=self.bos_token or "",
-                eos_token=self.eos_token or "",
-                **(template_kwargs or {}),
-            )
+            return template.render(**given, **(template_kwargs or {}))
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise UserError(f"the chat template refuses these messages: {error}") from None
 
@@ -124,9 +131,13 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     return template
 
 
-def _compile_template(source: str) -> Any:
-    """The environment transformers gives templates: sandboxed, loop controls, tojson, raise_exception, strftime_now."""
+def _compile_template(source: str) -> tuple[Any, set[str]]:
+    """The template and the variables it reads, in the environment transformers gives templates.
+
+    Sandboxed, with loop controls, tojson, raise_exception and strftime_now.
+    """
     import jinja2
+    import jinja2.meta
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -141,6 +152,6 @@ def _compile_template(source: str) -> Any:
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     try:
-        return environment.from_string(source)
+        return environment.from_string(source), jinja2.meta.find_undeclared_variables(environment.parse(source))
     except jinja2.TemplateError as error:
         raise UserError(f"the chat template does not parse: {error}") from None
