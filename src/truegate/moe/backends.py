@@ -47,13 +47,13 @@ def choose(*, experts: str = "torch", dispatch: str = "local", router: str | Non
     if router is None:
         if kernel.CONTRACT.takes_logits:
             return Backends(router=None, experts=kernel, dispatch=exchange)
-        router = goes_with(load("routers", name).CONTRACT.goes_with == experts and name for name in names("routers"))
+        router = router_of(experts)
     return Backends(router=load("routers", router), experts=kernel, dispatch=exchange)
 
 
-def goes_with(found) -> str:
-    """The first name found, else torch's router, which computes everything."""
-    return next((name for name in found if name), "torch")
+def router_of(experts: str) -> str:
+    """The router whose contract goes with these experts, else torch's, which computes everything."""
+    return next((name for name in names("routers") if load("routers", name).CONTRACT.goes_with == experts), "torch")
 
 
 def compile_layer(spec: RoutingSpec, backends: Backends, placement: Placement, choices: Choices) -> Plan:
