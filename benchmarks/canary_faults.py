@@ -1,16 +1,16 @@
 """Faults planted into transformers' own modules, and what the canary says: detected, named, misnamed.
 
-    python benchmarks/canary_faults.py [--family NAME ...] [--seeds 50] [--markdown FILE]
+    python benchmarks/canary_faults.py [--family NAME ...] [--seeds 50] [--save FILE]
 
 Every fault of the catalogue that changes a router's result, and faults behind the router, per family, in bf16; the
 explanation sees only top-20 log-probabilities. Then healthy models of many seeds: an alarm there is a false one.
-Needs torch and transformers.
+`--save` keeps one JSON line an outcome and does not run again what it holds. Needs torch and transformers.
 """
 
 # ruff: noqa: E501  (the table of faults reads better one a line)
 import argparse
+import json
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,17 +32,6 @@ from truegate.law.faults import FAULTS
 from truegate.law.spec import Activation, SharedGate, WeightAt
 
 EFFORT = Effort(name="quick", batches=(3, 8, 13), streams=3, walk=16, long=(), silence=0.0)
-FAMILIES = (
-    "deepseek_v3",
-    "deepseek_v2",
-    "qwen3_moe",
-    "qwen2_moe",
-    "mixtral",
-    "glm4_moe",
-    "gpt_oss",
-    "olmoe",
-    "minimax_m2",
-)
 
 
 class Subject:
@@ -57,7 +46,8 @@ class Subject:
         self.layers = {i: self._block(i) for i in self.manifest.layers}
 
     def _block(self, index: int) -> Any:
-        return self.model.model.layers[index].mlp
+        layer = self.model.model.layers[index]
+        return layer.feed_forward if hasattr(layer, "feed_forward") else layer.mlp
 
     @torch.no_grad()
     def forward(self, sequences: list[list[int]]) -> np.ndarray:
@@ -73,6 +63,21 @@ def router_of(block: Any) -> Any:
     return block.router if hasattr(block, "router") else block.gate
 
 
+def choices(out: Any) -> tuple[Any, Any, Any]:
+    """Logits, weights and ids [T, K] of a router's output; Llama 4's holds weights [T, E], 0 where not chosen."""
+    if len(out) == 3:
+        return out
+    weights, ids = out[0].topk(int((out[0][0] > 0).sum()), dim=1)
+    return out[1], weights, ids
+
+
+def chosen(out: Any, weights: Any, ids: Any) -> Any:
+    """A router's output with other choices."""
+    if len(out) == 3:
+        return (out[0], weights, ids)
+    return (torch.zeros_like(out[0]).scatter_add_(1, ids, weights.to(out[0].dtype)), out[1])
+
+
 @contextmanager
 def routing(subject: Subject, name: str) -> Iterator[None]:
     """The catalogue's router fault, on the logits and bias that transformers' own router has."""
@@ -83,10 +88,10 @@ def routing(subject: Subject, name: str) -> Iterator[None]:
         bias = subject.manifest.layers[index].bias_E
 
         def after(module: Any, args: Any, out: Any, spec: Any = spec, bias: Any = bias) -> Any:
-            logits, weights = out[0].double().numpy(), out[1]
-            ids, new = faulty_select(fault, spec, logits, bias, np)
+            logits, weights, _ = choices(out)
+            ids, new = faulty_select(fault, spec, logits.double().numpy(), bias, np)
             new = torch.tensor(np.ascontiguousarray(new) * spec.routed_scale).to(weights.dtype)
-            return (out[0], new, torch.tensor(np.ascontiguousarray(ids)))
+            return chosen(out, new, torch.tensor(np.ascontiguousarray(ids)))
 
         handles.append(router_of(block).register_forward_hook(after))
     try:
@@ -133,8 +138,12 @@ def edited(subject: Subject, edit: Callable[[Any], None]) -> Iterator[None]:
 @contextmanager
 def remapped(subject: Subject, change: Callable[[Any], Any]) -> Iterator[None]:
     """Ids changed between router and experts."""
-    handles = [router_of(b).register_forward_hook(lambda m, a, out: (out[0], out[1], change(out[2])))
-               for b in subject.layers.values()]  # fmt: skip
+
+    def after(module: Any, args: Any, out: Any) -> Any:
+        _, weights, ids = choices(out)
+        return chosen(out, weights, change(ids))
+
+    handles = [router_of(b).register_forward_hook(after) for b in subject.layers.values()]
     try:
         yield
     finally:
@@ -159,13 +168,13 @@ def _swap_halves(experts: Any) -> None:
         gate, up = b[..., ::2].clone(), b[..., 1::2].clone()
         b[..., ::2], b[..., 1::2] = up, gate
         return
-    half = p.shape[1] // 2
-    p.copy_(torch.cat([p[:, half:], p[:, :half]], 1).clone())
+    axis = 1 if p.shape[1] == 2 * experts.down_proj.shape[2] else 2
+    p.copy_(torch.cat(p.chunk(2, axis)[::-1], axis).clone())
 
 
 def _half_width(experts: Any) -> None:
-    axis = 1 if hasattr(experts, "gate_up_proj_bias") else 2
     p = experts.down_proj
+    axis = 2 if experts.gate_up_proj.shape[1] == 2 * p.shape[2] else 1
     p.narrow(axis, p.shape[axis] // 2, p.shape[axis] // 2).zero_()
 
 
@@ -242,7 +251,8 @@ def faults_of(subject: Subject) -> list[tuple[str, tuple[str, ...], Any]]:
             found.append(("shared gate skipped", ("shared-gate-missing",), lambda: _gate_open(subject)))
         if spec.denominator.value == "none":
             found.append(("shared = sum(routed) / r", ("shared-from-routed-sum",), lambda: _from_sum(subject, shared)))
-    assert spec.weight_at is WeightAt.OUTPUT
+    if spec.weight_at is WeightAt.INPUT:
+        found.append(("weight after the expert", ("weight-at-wrong-side",), lambda: _weight_after(subject)))
     return found
 
 
@@ -264,11 +274,22 @@ def _times(experts: Any, which: int, factor: float) -> None:
     experts.down_proj[which].mul_(factor)
 
 
+class _Applied(torch.nn.Module):
+    """A function as the module that an activation is."""
+
+    def __init__(self, act: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._act = act
+
+    def forward(self, x: Any) -> Any:
+        return self._act(x)
+
+
 @contextmanager
 def _activation(subject: Subject, act: Callable[[Any], Any]) -> Iterator[None]:
     kept = [(m, m.act_fn) for b in subject.layers.values() for m in b.modules() if hasattr(m, "act_fn")]
     for m, _ in kept:
-        m.act_fn = act
+        m.act_fn = _Applied(act)
     try:
         yield
     finally:
@@ -305,6 +326,28 @@ def _from_sum(subject: Subject, shared: Callable[[Any], Any]) -> Iterator[None]:
             handle.remove()
 
 
+@contextmanager
+def _weight_after(subject: Subject) -> Iterator[None]:
+    """Llama 4's experts get unweighted rows, and what they give is weighted."""
+    scores: dict[int, Any] = {}
+    handles = []
+    for index, block in subject.layers.items():
+
+        def ones(module: Any, args: Any, out: Any, index: int = index) -> Any:
+            scores[index] = out[0]
+            return ((out[0] > 0).to(out[0].dtype), out[1])
+
+        def weigh(module: Any, args: Any, y: Any, index: int = index) -> Any:
+            return y * scores[index].transpose(0, 1).reshape(-1, 1)
+
+        handles += [router_of(block).register_forward_hook(ones), block.experts.register_forward_hook(weigh)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def judge(verdict: Verdict, right: tuple[str, ...]) -> str:
     """named, named among ties, detected (but unnamed), MISNAMED or MISSED."""
     if not verdict.findings:
@@ -321,35 +364,82 @@ def judge(verdict: Verdict, right: tuple[str, ...]) -> str:
     return "detected" if not first else "MISNAMED"
 
 
+class Ledger:
+    """Outcomes as JSON lines: what a file holds already is not run again."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        self.rows: dict[tuple[str, str], dict[str, str]] = {}
+        for row in map(json.loads, lines):
+            self.rows[row["family"], row["fault"]] = row
+
+    def add(self, family: str, fault: str, outcome: str, said: str) -> None:
+        row = {"family": family, "fault": fault, "outcome": outcome, "said": said}
+        self.rows[family, fault] = row
+        if self.path is not None:
+            with self.path.open("a") as out:
+                out.write(json.dumps(row) + "\n")
+
+    def has(self, family: str, fault: str) -> bool:
+        return (family, fault) in self.rows
+
+
+def said(verdict: Verdict) -> str:
+    return "; ".join(dict.fromkeys(" + ".join(f.names) for f in verdict.findings)) or "right"
+
+
+def plant_all(family: str, folder: Path, ledger: Ledger) -> None:
+    """Every fault of one family that the ledger does not hold."""
+    subject = Subject(family, folder)
+    for name, right, plant in faults_of(subject):
+        if ledger.has(family, name):
+            continue
+        with plant():
+            verdict = subject.verdict()
+        ledger.add(family, name, judge(verdict, right), said(verdict))
+
+
+def healthy(family: str, seed: int, folder: Path, ledger: Ledger) -> None:
+    name = f"healthy, seed {seed}"
+    if ledger.has(family, name):
+        return
+    verdict = Subject(family, folder, seed).verdict()
+    alarm = verdict.findings or verdict.undecided
+    ledger.add(family, name, "FALSE ALARM" if alarm else "right", f"{said(verdict)} {verdict.undecided or ''}".strip())
+
+
+def tables(ledger: Ledger, families: list[str]) -> Iterator[str]:
+    """Per family: planted, named, and every fault that was not; then the totals and the healthy seeds."""
+    planted = [r for r in ledger.rows.values() if not r["fault"].startswith("healthy") and r["family"] in families]
+    yield "| family | planted | named | else |\n|---|---|---|---|"
+    for family in families:
+        mine = [r for r in planted if r["family"] == family]
+        other = [f"{r['fault']}: {r['outcome']} ({r['said']})" for r in mine if r["outcome"] != "named"]
+        named = sum(r["outcome"] == "named" for r in mine)
+        yield f"| {family} | {len(mine)} | {named} | {'; '.join(other) or '-'} |"
+    outcomes = [r["outcome"] for r in planted]
+    counts = ", ".join(f"{outcomes.count(o)} {o}" for o in dict.fromkeys(sorted(outcomes, key=outcomes.count)[::-1]))
+    yield f"\n{len(planted)} faults: {counts}"
+    seeds = [r for r in ledger.rows.values() if r["fault"].startswith("healthy") and r["family"] in families]
+    alarms = [r for r in seeds if r["outcome"] != "right"]
+    yield f"{len(seeds)} healthy models: {len(alarms)} false alarms {alarms or ''}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", nargs="*", default=list(FAMILIES), choices=list(ARCHS))
+    parser.add_argument("--family", nargs="*", default=list(ARCHS), choices=list(ARCHS))
     parser.add_argument("--seeds", type=int, default=50)
+    parser.add_argument("--save", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    tally: dict[str, int] = {}
-    print("| family | fault | outcome | said |\n|---|---|---|---|")
+    ledger = Ledger(args.save)
     with tempfile.TemporaryDirectory() as scratch:
         for family in args.family:
-            subject = Subject(family, Path(scratch) / family)
-            for name, right, plant in faults_of(subject):
-                with plant():
-                    verdict = subject.verdict()
-                outcome = judge(verdict, right)
-                tally[outcome] = tally.get(outcome, 0) + 1
-                said = "; ".join(dict.fromkeys(" + ".join(f.names) for f in verdict.findings)) or "right"
-                print(f"| {family} | {name} | {outcome} | {said} |", flush=True)
-        alarms, start = 0, time.monotonic()
+            plant_all(family, Path(scratch) / family, ledger)
         for seed in range(1, args.seeds + 1):
-            family = args.family[seed % len(args.family)]
-            subject = Subject(family, Path(scratch) / "healthy", seed)
-            verdict = subject.verdict()
-            if verdict.findings or verdict.undecided:
-                alarms += 1
-                print(f"| {family} | none, seed {seed} | FALSE ALARM | {verdict.findings[:1]} {verdict.undecided} |")
-    total = sum(tally.values())
-    print(f"\n{total} faults: " + ", ".join(f"{n} {word}" for word, n in sorted(tally.items(), key=lambda x: -x[1])))
-    print(f"{args.seeds} healthy seeds: {alarms} false alarms ({time.monotonic() - start:.0f} s)")
+            healthy(args.family[seed % len(args.family)], seed, Path(scratch) / "healthy", ledger)
+    print("\n".join(tables(ledger, args.family)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from truegate.canary.client import Api, Client, Completion, Refusal, ServerLost
+from truegate.canary.api import Api, Completion, Refusal, Server, ServerLost
 from truegate.canary.definition import Kind
 from truegate.canary.manifest import Manifest
 
@@ -79,7 +79,7 @@ Progress = Callable[[str], None]
 class Asker:
     """Asks one server about one canary, phase by phase; a lost server ends the run with what was seen."""
 
-    def __init__(self, manifest: Manifest, client: Client, api: Api, effort: Effort, progress: Progress) -> None:
+    def __init__(self, manifest: Manifest, client: Server, api: Api, effort: Effort, progress: Progress) -> None:
         self.manifest, self.client, self.api, self.effort = manifest, client, api, effort
         self.progress = progress
         self.evidence = Evidence(api=api)

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from truegate.canary.api import MAX_TOP, Api, Completion, Refusal
 from truegate.canary.ask import Asker, Effort, Evidence
-from truegate.canary.client import MAX_TOP, Api, Completion, Refusal
 from truegate.canary.manifest import Manifest
 
 Forward = Callable[[list[list[int]]], NDArray[np.floating]]  # N sequences -> logits [N, V]
@@ -28,8 +28,11 @@ class InProcess:
     def on_rank(self, rank: int) -> Iterator[None]:
         yield
 
-    def complete(self, api: Api, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Completion]:
-        """Greedy continuations of one batch."""
+    def complete(
+        self, api: Api, prompts: Sequence[Sequence[int]], max_tokens: int, *, echo: bool = False
+    ) -> list[Completion]:
+        """Greedy continuations of one batch; only what is generated can be read."""
+        assert not echo, "Api.echo is never set for a model in process"
         self.num_requests += 1
         rows = [list(p) for p in prompts]
         out = [Completion([], []) for _ in rows]

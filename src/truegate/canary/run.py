@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from truegate import __version__
+from truegate.canary.api import Api, Completion, Refusal, ServerLost
 from truegate.canary.ask import Asker, Effort, Evidence, Observation, Progress, QuestionAnswer
 from truegate.canary.cells import Cells, Measured
-from truegate.canary.client import Api, Client, Completion, Refusal, ServerLost, find_api
+from truegate.canary.client import Client, find_api
 from truegate.canary.explain import Finding, Verdict, explain
 from truegate.canary.manifest import FINGERPRINTS, Manifest
 from truegate.canary.read import read

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from truegate.canary.client import Api
+from truegate.canary.api import Api
 from truegate.canary.inprocess import InProcess
 
 
