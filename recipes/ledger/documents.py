@@ -1,13 +1,14 @@
 """Training documents: ledger problems in the forms a user may send them, as token streams with a loss mask.
 
-A document is a list of (text, learn) pieces; the loss is taken on learned pieces only. A stream file holds uint16
-values: the token id, plus LEARN when the token is a target, plus START on the first token of a document (ids are
-below 4096).
+A document is a list of (text, learn) pieces: learn is NOT (no target), LEARN, or LEARN | CLOSING for the last two lines
+of an answer, which say again what is asked and answer it. A stream file holds uint16 values: the token id (below 4096)
+plus these marks, plus START on the first token of a document, with SHORT when all its problems have 1 to 3 steps.
 """
 
 import argparse
 import random
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from itertools import accumulate, count
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from tokenizers import Tokenizer
 
 from truegate.evals.ledger import Problem, plain_sum, word_problem
 
-LEARN, START, ID_MASK = 1 << 15, 1 << 14, (1 << 12) - 1
+NOT, LEARN, START, SHORT, CLOSING, ID_MASK = 0, 1 << 15, 1 << 14, 1 << 13, 1 << 12, (1 << 12) - 1
 CHUNK = 250_000  # ids per file
 MAX_STEPS = 40
+SHORT_STEPS = 3
+HARD = 0.4  # share of the problems of 4 to 14 steps that are as hard by the step as those of 24 or 40
 LENGTHS = range(1, MAX_STEPS + 1)
 # Every length gets about the same number of tokens, so short problems are far the more frequent documents.
 LENGTH_WEIGHTS = list(accumulate(1.0 / steps for steps in LENGTHS))
@@ -44,58 +47,74 @@ TALK = {
     ),
 }  # fmt: skip
 
-Document = list[tuple[str, bool]]
+Pieces = list[tuple[str, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    pieces: Pieces
+    short: bool
 
 
 def document(rng: random.Random) -> Document:
     """One document of the training split: one problem as a chat, mostly; other forms now and then."""
     form = rng.random()
+    steps = rng.randint(1, SHORT_STEPS) if rng.random() < 0.2 else rng.choices(LENGTHS, cum_weights=LENGTH_WEIGHTS)[0]
+    short = steps <= SHORT_STEPS
     if form < 0.74:
-        return chat([_problem(rng)])
+        return Document(pieces=chat([_problem(rng, steps)]), short=short)
     if form < 0.83:
-        return chat([plain_sum(rng, split="train")])
+        return Document(pieces=chat([plain_sum(rng, split="train")]), short=True)
     if form < 0.88:
-        return chat([_short(rng) for _ in range(rng.randint(2, 4))])
+        return Document(pieces=chat([_short(rng) for _ in range(rng.randint(2, 4))]), short=True)
     if form < 0.93:
-        return chat([_problem(rng)], system=rng.choice(SYSTEM_PROMPTS))
+        return Document(pieces=chat([_problem(rng, steps)], system=rng.choice(SYSTEM_PROMPTS)), short=short)
     if form < 0.985:
-        problem = _problem(rng)
-        return [(f"<|begin|>Question: {problem.question}\nAnswer:", False), (f" {problem.solution}<|end|>", True)]
+        problem = _problem(rng, steps)
+        prompt = (f"<|begin|>Question: {problem.question}\nAnswer:", NOT)
+        return Document(pieces=[prompt, *_answer(f" {problem.solution}")], short=short)
     said, reply = rng.choice(list(TALK.items()))
-    return chat([Problem(question=rng.choice(said), answer="", solution=reply)])
+    return Document(pieces=chat([Problem(question=rng.choice(said), answer="", solution=reply)]), short=True)
 
 
-def chat(turns: list[Problem], system: str = "") -> Document:
+def chat(turns: list[Problem], system: str = "") -> Pieces:
     """The chat template of tokenizer_config.json, as pieces."""
-    pieces: Document = []
+    pieces: Pieces = []
     opening = "<|begin|>" + (f"<|system|>{system}" if system else "")
     for turn in turns:
-        pieces += [(f"{opening}<|user|>{turn.question}<|assistant|>", False), (f"{turn.solution}<|end|>", True)]
+        pieces += [(f"{opening}<|user|>{turn.question}<|assistant|>", NOT), *_answer(turn.solution)]
         opening = ""
     return pieces
 
 
-def _problem(rng: random.Random) -> Problem:
-    steps = rng.randint(1, 3) if rng.random() < 0.2 else rng.choices(LENGTHS, cum_weights=LENGTH_WEIGHTS)[0]
-    return word_problem(rng, steps=steps, split="train")
+def _answer(solution: str) -> Pieces:
+    """Cut after a newline, which is a token of its own, so that the tokens are those of the whole."""
+    lines = solution.splitlines(keepends=True)
+    body, closing = "".join(lines[:-2]), "".join(lines[-2:])
+    return [*([(body, LEARN)] if body else []), (f"{closing}<|end|>", LEARN | CLOSING)]
+
+
+def _problem(rng: random.Random, steps: int) -> Problem:
+    like = rng.choice((24, 40)) if SHORT_STEPS < steps <= 14 and rng.random() < HARD else steps
+    return word_problem(rng, steps=steps, split="train", like=like)
 
 
 def _short(rng: random.Random) -> Problem:
     if rng.random() < 0.5:
         return plain_sum(rng, split="train")
-    return word_problem(rng, steps=rng.randint(1, 5), split="train")
+    return word_problem(rng, steps=rng.randint(1, SHORT_STEPS), split="train")
 
 
 def encode(tokenizer: Tokenizer, documents: list[Document]) -> np.ndarray:
     """Concatenated stream of marked ids, uint16."""
-    pieces = [piece for pieces in documents for piece in pieces]
-    first = {0, *accumulate(len(pieces) for pieces in documents)}
+    pieces = [piece for document in documents for piece in document.pieces]
+    firsts = accumulate((len(document.pieces) for document in documents[:-1]), initial=0)
+    start = {first: START | (SHORT if document.short else 0) for first, document in zip(firsts, documents, strict=True)}
     encoded = tokenizer.encode_batch_fast([text for text, _ in pieces], add_special_tokens=False)
     parts = []
     for i, (piece, (_, learn)) in enumerate(zip(encoded, pieces, strict=True)):
-        ids = np.array(piece.ids, dtype=np.uint16) | (LEARN if learn else 0)
-        if i in first:
-            ids[0] |= START
+        ids = np.array(piece.ids, dtype=np.uint16) | learn
+        ids[0] |= start.get(i, 0)
         parts.append(ids)
     return np.concatenate(parts)
 
@@ -122,7 +141,7 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path, help="folder for the stream files")
     parser.add_argument("--tokens", type=float, default=4e8)
     parser.add_argument("--processes", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="another seed, other documents")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     share = int(args.tokens / args.processes)

@@ -94,7 +94,8 @@ def evaluate(folder: Path, *, device: str, lengths: list[int], count: int, seed:
         asked = (held_out(steps=steps, count=count, seed=seed, split=split) if steps
                  else sums(count=count, seed=seed, split=split))  # fmt: skip
         began = time.monotonic()
-        done = answers(model, tokenizer, asked * len(scales), [s for s in scales for _ in asked], max_new)
+        limit = min(max_new, 128 + 64 * steps)  # as `truegate eval run ledger` asks
+        done = answers(model, tokenizer, asked * len(scales), [s for s in scales for _ in asked], limit)
         for i, scale in enumerate(scales):
             part = done[i * count : (i + 1) * count]
             table.append({
@@ -123,7 +124,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--split", choices=("validation", "test"), default="validation")
     parser.add_argument("--seed", type=int, default=TEST_SEED)
-    parser.add_argument("--max-new", type=int, default=2048)
+    parser.add_argument("--max-new", type=int, default=2048, help="at most, and at most 128 + 64 per step")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="also write all figures, with some looped texts, to this file")
     args = parser.parse_args()

@@ -46,10 +46,12 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """A flat stream of documents: position of each token in its document, and the documents' first tokens."""
+    """A flat stream of documents: position of each token in its document, the documents' first tokens, and what the
+    shared experts' output is multiplied by at each token (1 but in training)."""
 
     position_T: Tensor
     start_N: Tensor  # int32, ends with T; padded at the end by repeating T
+    shared_scale_T: Tensor
     longest: int
 
 
@@ -150,7 +152,7 @@ class Dense(nn.Module):
         self.gate, self.up = (linear(s.intermediate_size, s.hidden_size) for _ in range(2))
         self.down = linear(s.hidden_size, s.intermediate_size, 0.5 / math.sqrt(s.num_hidden_layers))
 
-    def forward(self, x: Tensor, shared_scale: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, shared_scale: Tensor) -> Tensor:
         return F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down)
 
 
@@ -188,14 +190,14 @@ class MoE(nn.Module):
         weight_TE = score_TE * chosen_TE
         return weight_TE / (weight_TE.sum(-1, keepdim=True) + 1e-20) * s.routed_scaling_factor
 
-    def forward(self, x: Tensor, shared_scale: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, shared_scale: Tensor) -> Tensor:
         x_TD = x.flatten(0, -2)
         c_TE = self.route(x_TD)
         gate, up, down = self.gate.flatten(0, 1), self.up.flatten(0, 1), self.down.transpose(0, 1).flatten(1)
         hidden_TEF = (F.silu(F.linear(x_TD, gate)) * F.linear(x_TD, up)).unflatten(1, (c_TE.shape[1], -1))
         routed = F.linear((hidden_TEF * c_TE.to(hidden_TEF.dtype).unsqueeze(-1)).flatten(1), down).view_as(x)
         shared = F.linear(F.silu(F.linear(x, self.shared_gate)) * F.linear(x, self.shared_up), self.shared_down)
-        return routed + (shared if shared_scale is None else shared * shared_scale.unsqueeze(-1))
+        return routed + shared * shared_scale.to(shared.dtype).unsqueeze(-1)
 
     @torch.no_grad()
     def balance(self, rate: float) -> None:
@@ -213,7 +215,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, docs: Documents) -> Tensor:
         x = x + self.attn(self.attn_norm(x), cos, sin, docs)
-        return x + self.mlp(self.mlp_norm(x))
+        return x + self.mlp(self.mlp_norm(x), docs.shared_scale_T)
 
     def step(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache, layer: int, shared_scale: Tensor) -> Tensor:
         x = x + self.attn.step(self.attn_norm(x), cos, sin, cache, layer)

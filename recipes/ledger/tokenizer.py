@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
 def build(*, documents: int, vocab_size: int) -> Tokenizer:
     """Train on `documents` training documents; the same every time."""
     rng = random.Random("ledger tokenizer")
-    texts = [text for _ in range(documents) for text, _ in document(rng)]
+    texts = [text for _ in range(documents) for text, _ in document(rng).pieces]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(r" ?\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]

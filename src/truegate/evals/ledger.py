@@ -140,11 +140,11 @@ def sums(*, count: int, seed: int, split: Split = "test") -> list[Problem]:
     return _distinct(count, lambda: plain_sum(rng, split=split), "plain sums")
 
 
-def word_problem(rng: random.Random, *, steps: int, split: Split) -> Problem:
-    """One ledger problem of `steps` steps from `split`, drawn with `rng`."""
+def word_problem(rng: random.Random, *, steps: int, split: Split, like: int | None = None) -> Problem:
+    """One ledger problem of `steps` steps from `split`, drawn with `rng`; its steps as hard as those of `like`."""
     if steps < 1:
         raise UserError(f"a ledger problem has at least 1 step, not {steps}")
-    scale = next(scale for limit, scale in SCALES if steps <= limit)
+    scale = next(scale for limit, scale in SCALES if (like or steps) <= limit)
     while True:
         opening = {account: rng.randint(*scale.start) for account in _accounts(rng, rng.randint(*scale.accounts))}
         if _split_of(repr(sorted(opening.items()))) == split:
@@ -211,18 +211,18 @@ class _Ledger:
 
     def play(self, steps: int) -> Problem:
         rng = self.rng
-        question, solution = [self._opening()], [rng.choice(BEGINS).format(self._state())]
+        question, solution = [self._opening()], [rng.choice(BEGINS).format(_state(self.balance))]
         check = rng.choice(CHECKS)
         for step in range(1, steps + 1):
             clause, working = self._event()
             question.append(_capital(rng.choice(LINKS) + clause) + ".")
             solution.append(f"{step}. " + _capital(clause) + self.result.format(working))
             if step % CHECK_EVERY == 0 and step < steps:
-                solution.append(check.format(step, self._state()))
+                solution.append(check.format(step, _state(self.balance)))
         asked, answer, closing = self._question()
         if len(self.balance) > 1:
-            solution.append(rng.choice(ENDS).format(self._state()))
-        solution += [*closing, f"#### {answer}"]
+            solution.append(rng.choice(ENDS).format(_state(self.balance)))
+        solution += [closing, f"#### {answer}"]
         return Problem(question=" ".join([*question, asked]), answer=str(answer), solution="\n".join(solution))
 
     def _opening(self) -> str:
@@ -231,9 +231,6 @@ class _Ledger:
             owned = " and ".join(f"{n} {t}" for (b, t), n in self.balance.items() if b == a)
             sentences.append(f"{a} {style.format(owned)}.")
         return self.rng.choice(OPENINGS) + " ".join(sentences)
-
-    def _state(self) -> str:
-        return ", ".join(f"{a} {t} = {n}" for (a, t), n in self.balance.items())
 
     def _event(self) -> tuple[str, str]:
         """The next event as (clause, working), after it has changed the balances; its words are new in this problem."""
@@ -299,18 +296,25 @@ class _Ledger:
         others = [b for b, u in self.balance if u == t and b != a]
         return self.rng.choice(others) if others else None
 
-    def _question(self) -> tuple[str, int, list[str]]:
-        """What is asked, its answer, and the closing lines that work it out."""
+    def _question(self) -> tuple[str, int, str]:
+        """What is asked, its answer, and the closing line that says again what is asked and works it out."""
         a, t = self.rng.choice(list(self.balance))
         kind = self.rng.random()
         if len(self.balance) == 1 or kind < 0.3:
-            return self._say(ASK_ONE, a=a, t=t), self.balance[a, t], []
+            return self._say(ASK_ONE, a=a, t=t), self.balance[a, t], f"Asked: {_state({(a, t): self.balance[a, t]})}."
         t = self.things[0]  # the kind that more than one person owns
         if kind < 0.6 or len(self.things) == 1:
-            asked, values = self._say(ASK_THING, t=t), [n for (_, u), n in self.balance.items() if u == t]
+            asked, what = self._say(ASK_THING, t=t), t
+            counted = {account: n for account, n in self.balance.items() if account[1] == t}
         else:
-            asked, values = self._say(ASK_ALL), list(self.balance.values())
-        return asked, sum(values), [f"Total: {', '.join(_additions(values))}."]
+            asked, what, counted = self._say(ASK_ALL), "things", self.balance
+        values = list(counted.values())
+        closing = f"Asked: all {what}. {_state(counted)}, total {', '.join(_additions(values))}."
+        return asked, sum(values), closing
+
+
+def _state(balance: _Balances) -> str:
+    return ", ".join(f"{a} {t} = {n}" for (a, t), n in balance.items())
 
 
 def _additions(values: list[int]) -> Iterator[str]:
