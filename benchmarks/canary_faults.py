@@ -249,7 +249,7 @@ def faults_of(subject: Subject) -> list[tuple[str, tuple[str, ...], Any]]:
             ]  # fmt: skip
         if spec.shared is not None and spec.shared.gate is SharedGate.SIGMOID:
             found.append(("shared gate skipped", ("shared-gate-missing",), lambda: _gate_open(subject)))
-        if spec.denominator.value == "none":
+        if spec.denominator.value == "none" and spec.weight_at is WeightAt.OUTPUT:
             found.append(("shared = sum(routed) / r", ("shared-from-routed-sum",), lambda: _from_sum(subject, shared)))
     if spec.weight_at is WeightAt.INPUT:
         found.append(("weight after the expert", ("weight-at-wrong-side",), lambda: _weight_after(subject)))

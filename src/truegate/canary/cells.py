@@ -85,7 +85,7 @@ class Measured:
 
     layers: dict[int, Cells]
     dense: list[tuple[int, str, float]] = field(default_factory=list)  # (layer, phase, reading), 1 when right
-    biases: list[tuple[str, float]] = field(default_factory=list)
+    biases: list[float] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     near: dict[int, dict[Kind, bool | None]] = field(default_factory=dict)
     troubles: list[Trouble] = field(default_factory=list)
@@ -117,7 +117,7 @@ def measure(manifest: Manifest, evidence: Evidence) -> Measured:
             out.near.setdefault(probe.layer, {}).setdefault(probe.kind, won)
             continue
         if manifest.has_bias_read_out and reading.bias is not None:
-            out.biases.append((seen.phase, reading.bias))
+            out.biases.append(reading.bias)
         values, slack, listed = reading.values[:width], reading.slack[:width], reading.listed[:width]
         room = REL_TOLERANCE / (1 - REL_TOLERANCE) * np.abs(values) + ABS_TOLERANCE
         sight = Sight(seen.phase, probe.row, probe.kind, seen.batch, seen.row, seen.position, time)

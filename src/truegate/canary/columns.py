@@ -45,6 +45,8 @@ def match_columns(cells: Cells, num_experts: int) -> Match | None:
     lost = [j for j in bad if (cells.low[:, j] <= 0).all() and (cells.want[:, j] > 1e-6).any()]
     if len(lost) == len(bad):
         return _lost(bad, num_experts)
+    if len(bad) == 2 and bad[1] < num_experts and _fits(cells, bad, bad[::-1]):
+        return _moved(dict(zip(bad, bad[::-1], strict=True)), [], num_experts)
     moved = {j: i for j in bad if (i := _source(cells, j, num_experts)) is not None}
     scaled = {j: g for j in bad if j not in lost and (g := factor(cells, [j])) is not None}
     if len(scaled) == len(bad) and len(bad) <= max(1, num_experts // 8):
@@ -52,6 +54,12 @@ def match_columns(cells: Cells, num_experts: int) -> Match | None:
     if set(moved) | set(lost) == set(bad):
         return _moved(moved, [j for j in lost if j not in moved], num_experts)
     return None
+
+
+def _fits(cells: Cells, columns: list[int], sources: list[int]) -> bool:
+    """Whether these columns show what those should."""
+    want = cells.want[:, sources]
+    return bool(((cells.low[:, columns] <= want) & (want <= cells.high[:, columns])).all())
 
 
 def _source(cells: Cells, column: int, num_experts: int) -> int | None:

@@ -163,8 +163,9 @@ def _fit(layer: Layer, cells: Cells, part: Cells, candidates: Iterable[Hypothesi
     """The first hypothesis that fits all of `part`, with those that fit as well."""
     fitting: list[tuple[Hypothesis, Matrix]] = []
     for hypothesis in candidates:
+        fits = part.fits(hypothesis.readings(layer, part.rows, part.kinds))
         tied = hypothesis.undecided(layer)
-        if tied.mean() < 0.2 and (part.fits(hypothesis.readings(layer, part.rows, part.kinds)) | tied[part.rows]).all():
+        if fits.all() or (tied.mean() < 0.2 and (fits | tied[part.rows]).all()):
             fitting.append((hypothesis, hypothesis.readings(layer, cells.rows, cells.kinds)))
     if not fitting:
         return None
@@ -357,12 +358,14 @@ def _other_findings(manifest: Manifest, evidence: Evidence, seen: Measured, verd
         verdict.findings.append(Finding(
             names=("dense-layer",), layers=layers, scope=f"{len(off)} of {len(seen.dense)} answers", phases={},
             text=f"a dense MLP reads {off[0][2]:.4g}, should be 1"))  # fmt: skip
-    if seen.biases and abs(float(np.median([b for _, b in seen.biases])) - manifest.expected_bias) > 0.004:
-        got = float(np.median([b for _, b in seen.biases]))
-        verdict.findings.append(Finding(
-            names=("expert-bias",), layers=(), scope=f"{len(seen.biases)} answers", phases={},
-            text=f"the experts' output biases count {got / manifest.expected_bias:.4g} times what they should, summed "
-                 f"over all layers"))  # fmt: skip
+    if seen.biases and abs((got := float(np.median(seen.biases))) - manifest.expected_bias) > 0.004:
+        text = (f"the experts' output biases count {got / manifest.expected_bias:.4g} times what they should, summed "
+                f"over all layers")  # fmt: skip
+        if verdict.findings:  # biases carry the routed weights: where those are wrong, so are they
+            verdict.notes.append(text)
+        else:
+            verdict.findings.append(Finding(names=("expert-bias",), layers=(), scope=f"{len(seen.biases)} answers",
+                                            phases={}, text=text))  # fmt: skip
     _unreadable(seen, verdict)
     _precision_note(manifest, seen, verdict)
     scale = float(np.median(seen.scales)) if seen.scales else 1.0

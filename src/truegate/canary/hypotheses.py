@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from truegate.canary.definition import Kind, Layer, Matrix, Unit, readings, unit_of
-from truegate.canary.margins import margin
+from truegate.canary.margins import margin, reachable
 from truegate.law.fault import Fault, faulty_select
 from truegate.law.faults import FAULTS
 from truegate.law.select import coefficients, select
 from truegate.law.spec import Activation, Denominator, GroupScore, RoutingSpec, Score, SelectOn, SharedGate, WeightAt
 
-_TIE = 2e-3  # of the selection score: closer than bf16 scores tell apart
+TIE = 2e-3  # of the selection score: closer than bf16 scores tell apart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Hypothesis:
         out = np.zeros(len(layer.logits_PE), dtype=bool)
         for part in self.parts:
             if part.spec is not None:
-                out |= margin(part.spec, layer.bias_E, layer.logits_PE) < _TIE
+                out |= margin(part.spec, layer.bias_E, layer.logits_PE) < TIE
         return out
 
     @property
@@ -162,8 +162,7 @@ def _selection(s: RoutingSpec) -> Iterator[Deviation]:
         yield Deviation(name="bias-ignored", axis="select", no_bias=True)
     if s.top_k > 1:
         yield Deviation(name="top-k-less-one", axis="select", spec=replace(s, top_k=s.top_k - 1))
-    reachable = s.num_experts if not grouped else s.groups.kept * (s.num_experts // s.groups.count)
-    if s.top_k < reachable:
+    if s.top_k < reachable(s):
         yield Deviation(name="top-k-plus-one", axis="select", spec=replace(s, top_k=s.top_k + 1))
     if s.score is Score.SIGMOID:
         yield Deviation(name="softmax-for-sigmoid", axis="score", spec=replace(s, score=Score.SOFTMAX))

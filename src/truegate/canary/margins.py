@@ -20,6 +20,12 @@ def groups_of(spec: RoutingSpec) -> tuple[int, int]:
     return spec.groups.count, spec.groups.kept
 
 
+def reachable(spec: RoutingSpec) -> int:
+    """Experts that one row can choose from."""
+    count, kept = groups_of(spec)
+    return kept * (spec.num_experts // count)
+
+
 def margin(spec: RoutingSpec, bias: Matrix | None, rows_PE: Matrix) -> Matrix:
     """By how much each row's choice is decided: the least gap at the last chosen expert and at the last kept group."""
     scores = select(replace(spec, top_k=spec.num_experts, groups=None, routed_scale=1.0), rows_PE, bias_E=bias)

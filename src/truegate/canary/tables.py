@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from truegate.canary.definition import Kind, Layer, Matrix, expected
-from truegate.canary.hypotheses import Hypothesis, deviations
-from truegate.canary.margins import groups_of, margin
+from truegate.canary.hypotheses import TIE, Hypothesis, deviations
+from truegate.canary.margins import groups_of, margin, reachable
 from truegate.errors import UserError
 from truegate.law.select import select
 from truegate.law.spec import RoutingSpec, Score, SharedGate
@@ -123,9 +123,17 @@ def _realise(spec: RoutingSpec, bias: Matrix | None, wanted: NDArray[np.int64], 
     step = STEP if spec.num_experts <= 128 else STEP / 2
     for attempt in range(400):
         row = _draw(spec, bias, wanted, rng, step, tight=attempt % 2 == 1)
-        if (_chosen(spec, bias, row[None])[0] == wanted).all() and margin(spec, bias, row[None])[0] >= _MARGIN:
+        right = (_chosen(spec, bias, row[None])[0] == wanted).all() and margin(spec, bias, row[None])[0] >= _MARGIN
+        if right and (attempt >= 100 or _decided_beyond(spec, bias, row[None])[0]):
             return row
     raise UserError(f"{spec.family}: no router row chooses experts {wanted.tolist()}; give another --seed")
+
+
+def _decided_beyond(spec: RoutingSpec, bias: Matrix | None, rows: Matrix) -> NDArray[np.bool_]:
+    """[P]: whether the choice of one expert more would be no tie either, so that such an engine is predictable."""
+    if spec.top_k + 1 >= reachable(spec):
+        return np.ones(len(rows), dtype=bool)
+    return margin(replace(spec, top_k=spec.top_k + 1), bias, rows) >= TIE
 
 
 def _draw(
@@ -151,12 +159,12 @@ def _draw(
 
 
 def _telling_rows(layer: Layer, rng: np.random.RandomState, pool: int = 240) -> list[Matrix]:
-    """Rows of a random pool, until every deviation shows in 3 rows and every two deviations differ in one."""
+    """Rows of a random pool: one of negative logits only, then until all deviations show in 3 and differ in one."""
     spec, bias = layer.spec, layer.bias_E
     step = STEP if spec.num_experts <= 128 else STEP / 2
     candidates = [_candidate(spec, index, rng, step) for index in range(pool)]
     rows = np.array(candidates)
-    rows = rows[margin(spec, bias, rows) >= _MARGIN]
+    rows = rows[(margin(spec, bias, rows) >= _MARGIN) & _decided_beyond(spec, bias, rows)]
     if not len(rows):
         return []
     gate = _shared_logits(spec, len(layer.logits_PE) + len(rows))
@@ -171,7 +179,9 @@ def _telling_rows(layer: Layer, rng: np.random.RandomState, pool: int = 240) -> 
         tells[a, b] = (np.abs(seen[a] - seen[b]) > _APART * size + 1e-3).any(axis=1)
     need = {pair: min(3 if pair[0] == 0 else 1, int(told.sum())) for pair, told in tells.items()}
     have = {pair: int(told[: len(layer.logits_PE)].sum()) for pair, told in tells.items()}
-    picked: list[int] = []
+    picked = np.flatnonzero((rows < 0).all(axis=1))[:1].tolist()
+    for pair, told in tells.items():
+        have[pair] += int(told[len(layer.logits_PE) :][picked].sum())
     while any(have[p] < need[p] for p in need) or len(picked) < 4:
         open_pairs = [p for p in need if have[p] < need[p]]
         gain = np.sum([tells[p] for p in open_pairs], axis=0) if open_pairs else rng.rand(len(kinds))
