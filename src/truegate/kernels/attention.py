@@ -1,0 +1,288 @@
+"""Attention over a paged pool: `decode` for sequences with one row (split over the context), `prefill` for more rows.
+
+    y[t, h] = softmax_s(scale * (q1[t, h] . k1[s, h] + q2[t, h] . k2[s, h])) v[s, h]        s over the row's context
+
+Invariant: nothing outside a context is read; no atomics, and a row's value depends on its own context and on the split
+settings only, so fixed splits make it independent of its batch. Twin: kernels/ref/attention.py.
+D decode rows, C chunks, N sequences, P pages a sequence, S slots, T rows, H query heads, K key heads, G = H / K,
+E size of a head's first part, R of its second (0: none), V of its value.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+SPLIT_PROGRAMS = 1024  # a decode launch aims at this many programs
+MAX_SPLITS = 64
+
+
+@triton.jit
+def _split_length(context, min_split, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Slots of one split: the context over SPLITS, at least min_split, whole blocks."""
+    return tl.cdiv(tl.maximum(tl.cdiv(context, SPLITS), min_split), BLOCK_S) * BLOCK_S
+
+
+@triton.jit
+def _slots(table_row, offs, ok, PAGE: tl.constexpr):
+    page = tl.load(table_row + offs // PAGE, mask=ok, other=0).to(tl.int64)
+    return page * PAGE + offs % PAGE
+
+
+@triton.jit
+def _tile(base, rows, row_stride, ok, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """base[rows, 0..SIZE) as [rows, BLOCK], zeros where `ok` is false or past SIZE."""
+    column = tl.arange(0, BLOCK)
+    mask = ok[:, None]
+    if SIZE != BLOCK:
+        mask = mask & (column < SIZE)[None, :]
+    return tl.load(base + rows[:, None] * row_stride + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _online(scores, values, top, total, acc, PRECISION: tl.constexpr):
+    """One step of the running softmax: scores in units of log2, -inf where nothing is."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row with nothing yet stays at 0, not NaN
+    weights = tl.exp2(scores - shift[:, None])
+    alpha = tl.exp2(top - shift)
+    total = total * alpha + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION)
+    return new_top, total, acc
+
+
+@triton.jit
+def _decode_kernel(
+    q1, q2, k1, k2, v, out, partial, lse, rows, seqs, contexts, table, scale_log2, min_split,
+    q1_row, q1_head, q2_row, q2_head, k1_slot, k1_head, k2_slot, k2_head, v_slot, v_head, table_row,
+    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, R: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr, VALUES_ARE_KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    head_block, split, d = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    blocks: tl.constexpr = (G + BLOCK_G - 1) // BLOCK_G
+    key_head = head_block // blocks
+    g = (head_block % blocks) * BLOCK_G + tl.arange(0, BLOCK_G)
+    heads, ok_g = key_head * G + g, g < G
+    context = tl.load(contexts + d)
+    length = _split_length(context, min_split, SPLITS, BLOCK_S)
+    begin = split * length
+    end = tl.minimum(begin + length, context)
+    if SPLITS > 1 and begin >= end:
+        return
+    row = tl.load(rows + d).to(tl.int64)
+    seq = tl.load(seqs + d).to(tl.int64)
+    q = _tile(q1 + row * q1_row, heads, q1_head, ok_g, E, BLOCK_E)
+    if R:
+        q_rest = _tile(q2 + row * q2_row, heads, q2_head, ok_g, R, BLOCK_R)
+    k1 += key_head * k1_head
+    k2 += key_head * k2_head
+    v += key_head * v_head
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
+    for start in range(begin, end, BLOCK_S):
+        offs = start + tl.arange(0, BLOCK_S)
+        ok = offs < end
+        slots = _slots(table + seq * table_row, offs, ok, PAGE)
+        keys = _tile(k1, slots, k1_slot, ok, E, BLOCK_E)
+        scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+        if R:
+            rest = _tile(k2, slots, k2_slot, ok, R, BLOCK_R)
+            scores = tl.dot(q_rest, tl.trans(rest), scores, input_precision=PRECISION)
+        scores = tl.where(ok[None, :], scores * scale_log2, float("-inf"))
+        if VALUES_ARE_KEYS:
+            values = keys
+        else:
+            values = _tile(v, slots, v_slot, ok, V, BLOCK_V)
+        top, total, acc = _online(scores, values, top, total, acc, PRECISION)
+    y = tl.where(total[:, None] == 0, 0.0, acc / total[:, None])  # context 0: a padded row
+    column = tl.arange(0, BLOCK_V)
+    mask = ok_g[:, None] & (column < V)[None, :]
+    place = d.to(tl.int64) * H + heads
+    if SPLITS == 1:
+        tl.store(out + place[:, None] * V + column[None, :], y.to(out.dtype.element_ty), mask=mask)
+    else:
+        place = place * SPLITS + split
+        tl.store(partial + place[:, None] * V + column[None, :], y, mask=mask)
+        tl.store(lse + place, top + tl.log2(total), mask=ok_g)
+
+
+@triton.jit
+def _combine_kernel(
+    partial, lse, out, contexts, min_split, H: tl.constexpr, V: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """out = sum_i 2^(lse_i - max) y_i / sum_i 2^(lse_i - max), over the splits that hold anything."""
+    head, d = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    context = tl.load(contexts + d)
+    length = _split_length(context, min_split, SPLITS, BLOCK_S)
+    split = tl.arange(0, SPLITS)
+    live = split * length < context
+    place = (d * H + head) * SPLITS + split
+    log = tl.load(lse + place, mask=live, other=float("-inf"))
+    top = tl.max(log, 0)
+    weight = tl.exp2(log - tl.where(top == float("-inf"), 0.0, top))
+    y = tl.load(partial + place[:, None] * V + column[None, :], mask=live[:, None] & (column < V)[None, :], other=0.0)
+    total = tl.sum(weight, 0)
+    mixed = tl.sum(y * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
+    tl.store(out + (d * H + head) * V + column, mixed.to(out.dtype.element_ty), mask=column < V)
+
+
+@triton.jit
+def _prefill_kernel(
+    q1, q2, k1, k2, v, out, chunks, table, scale_log2,
+    q1_row, q1_head, q2_row, q2_head, k1_slot, k1_head, k2_slot, k2_head, v_slot, v_head, out_row, out_head, table_row,
+    G: tl.constexpr, E: tl.constexpr, R: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, PAGED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    head, chunk = tl.program_id(1), tl.program_id(2)
+    first_row = tl.load(chunks + 4 * chunk).to(tl.int64)
+    num_rows = tl.load(chunks + 4 * chunk + 1)
+    context = tl.load(chunks + 4 * chunk + 2)
+    keys_at = tl.load(chunks + 4 * chunk + 3).to(tl.int64)  # row of the page table, or first row of the keys
+    # the last rows see most: start them first
+    block = (tl.cdiv(num_rows, BLOCK_M) - 1 - tl.program_id(0)) * BLOCK_M
+    if block < 0:
+        return
+    m = block + tl.arange(0, BLOCK_M)
+    ok_m = m < num_rows
+    rows = first_row + m
+    position = context - num_rows + m
+    q = _tile(q1 + head * q1_head, rows, q1_row, ok_m, E, BLOCK_E)
+    if R:
+        q_rest = _tile(q2 + head * q2_head, rows, q2_row, ok_m, R, BLOCK_R)
+    key_head = head // G
+    k1 += key_head * k1_head
+    k2 += key_head * k2_head
+    v += key_head * v_head
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    end = tl.minimum(context, context - num_rows + block + BLOCK_M)
+    for start in range(0, end, BLOCK_S):
+        offs = start + tl.arange(0, BLOCK_S)
+        ok = offs < end
+        if PAGED:
+            slots = _slots(table + keys_at * table_row, offs, ok, PAGE)
+        else:
+            slots = keys_at + offs
+        keys = _tile(k1, slots, k1_slot, ok, E, BLOCK_E)
+        scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+        if R:
+            rest = _tile(k2, slots, k2_slot, ok, R, BLOCK_R)
+            scores = tl.dot(q_rest, tl.trans(rest), scores, input_precision=PRECISION)
+        seen = offs[None, :] <= position[:, None]  # position < context, so this also ends the context
+        scores = tl.where(seen, scores * scale_log2, float("-inf"))
+        values = _tile(v, slots, v_slot, ok, V, BLOCK_V)
+        top, total, acc = _online(scores, values, top, total, acc, PRECISION)
+    column = tl.arange(0, BLOCK_V)
+    mask = ok_m[:, None] & (column < V)[None, :]
+    y = acc / tl.where(total == 0, 1.0, total)[:, None]
+    place = out + rows[:, None] * out_row + head * out_head + column[None, :]
+    tl.store(place, y.to(out.dtype.element_ty), mask=mask)
+
+
+def decode(
+    q: tuple[torch.Tensor, torch.Tensor | None],
+    keys: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
+    decodes,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """y_DHV: row d is row rows_D[d] of q over the contexts_D[d] slots of page-table row seqs_D[d]; 0 at context 0.
+
+    q: q1_THE, q2_THR or None. keys: k1_SKE, k2_SKR or None, v_SKV, views of the pool's rows, unit last stride; v may
+    be k1 itself. decodes: `layers.layout.PagedDecodes`. Last dimensions are contiguous; any float dtype, fp32 inside.
+    """
+    (q1, q2), (k1, k2, v) = q, keys
+    num_heads, e_size = q1.shape[1:]
+    num_keys, v_size = v.shape[1:]
+    group = num_heads // num_keys
+    r_size = 0 if q2 is None else q2.shape[2]
+    size = decodes.size
+    block_g = min(max(16, triton.next_power_of_2(group)), 64 if e_size <= 256 else 16)
+    head_blocks = num_keys * triton.cdiv(group, block_g)
+    splits = decodes.num_splits or num_splits(size * head_blocks)
+    block_s = _block(64, e_size, q1)
+    y_DHV = q1.new_empty(size, num_heads, v_size)
+    partial = lse = y_DHV
+    if splits > 1:
+        partial = torch.empty(size, num_heads, splits, v_size, dtype=torch.float32, device=q1.device)
+        lse = torch.empty(size, num_heads, splits, dtype=torch.float32, device=q1.device)
+    _decode_kernel[(head_blocks, splits, size)](
+        q1, q2 if r_size else q1, k1, k2 if r_size else k1, v, y_DHV, partial, lse,
+        decodes.rows_D, decodes.seqs_D, decodes.contexts_D, decodes.table_NP, scale * LOG2_E, decodes.min_split,
+        *_strides(q1, q2 if r_size else q1, k1, k2 if r_size else k1, v), decodes.table_NP.stride(0),
+        H=num_heads, G=group, E=e_size, R=r_size, V=v_size, PAGE=decodes.page_size, SPLITS=splits, BLOCK_G=block_g,
+        BLOCK_S=block_s, BLOCK_E=_power(e_size), BLOCK_R=_power(r_size), BLOCK_V=_power(v_size),
+        VALUES_ARE_KEYS=v.data_ptr() == k1.data_ptr() and v_size == e_size, PRECISION=_precision(q1),
+        num_warps=4, num_stages=3 if e_size <= 256 else 2,
+    )  # fmt: skip
+    if splits > 1:
+        block_v = min(_power(v_size), 128)
+        _combine_kernel[(num_heads, triton.cdiv(v_size, block_v), size)](
+            partial, lse, y_DHV, decodes.contexts_D, decodes.min_split, H=num_heads, V=v_size, SPLITS=splits,
+            BLOCK_S=block_s, BLOCK_V=block_v, num_warps=4 if splits > 8 else 1,
+        )  # fmt: skip
+    return y_DHV
+
+
+def num_splits(programs: int) -> int:
+    """Splits of every context, a power of two, that make a launch of `programs` unsplit ones fill the device."""
+    return min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(SPLIT_PROGRAMS, programs)))
+
+
+def prefill(
+    q: tuple[torch.Tensor, torch.Tensor | None],
+    keys: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
+    chunks,
+    y_THV: torch.Tensor,
+    *,
+    scale: float,
+) -> None:
+    """Write y_THV for the rows of every chunk: each row sees the slots up to its own position.
+
+    q and keys as in `decode`. chunks: `layers.layout.PagedChunks`; its chunks_C4 int32 rows are (first row, rows,
+    context after them, row of the page table), or, where table_NP is None, (.., first row of the keys, which then lie
+    in order).
+    """
+    (q1, q2), (k1, k2, v) = q, keys
+    num_heads, e_size = q1.shape[1:]
+    num_keys, v_size = v.shape[1:]
+    r_size = 0 if q2 is None else q2.shape[2]
+    table = chunks.table_NP
+    long = chunks.longest > 64 and q1.element_size() == 2
+    block_m = 128 if long else 64
+    _prefill_kernel[(triton.cdiv(chunks.longest, block_m), num_heads, chunks.size)](
+        q1, q2 if r_size else q1, k1, k2 if r_size else k1, v, y_THV, chunks.chunks_C4,
+        chunks.chunks_C4 if table is None else table, scale * LOG2_E,
+        *_strides(q1, q2 if r_size else q1, k1, k2 if r_size else k1, v), y_THV.stride(0), y_THV.stride(1),
+        0 if table is None else table.stride(0),
+        G=num_heads // num_keys, E=e_size, R=r_size, V=v_size, PAGE=chunks.page_size, PAGED=table is not None,
+        BLOCK_M=block_m, BLOCK_S=_block(64, e_size, q1), BLOCK_E=_power(e_size), BLOCK_R=_power(r_size),
+        BLOCK_V=_power(v_size), PRECISION=_precision(q1), num_warps=8 if long else 4, num_stages=3,
+    )  # fmt: skip
+
+
+LOG2_E = 1.4426950408889634
+
+
+def _power(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
+
+
+def _block(most: int, e_size: int, q: torch.Tensor) -> int:
+    """Slots of one tile, so that a few tiles fit the shared memory."""
+    return max(16, most * 256 // (max(e_size, 128) * q.element_size()))
+
+
+def _precision(q: torch.Tensor) -> str:
+    return "ieee" if q.dtype == torch.float32 else "tf32"  # 16-bit operands do not read it
+
+
+def _strides(*tensors: torch.Tensor) -> list[int]:
+    """Row and head strides of each; the last dimension must be contiguous."""
+    assert all(tensor.stride(2) == 1 for tensor in tensors)
+    return [stride for tensor in tensors for stride in tensor.stride()[:2]]

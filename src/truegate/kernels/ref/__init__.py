@@ -1,0 +1,1 @@
+"""The torch twin of every kernel: what it must compute, written for reading."""

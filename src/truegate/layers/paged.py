@@ -1,0 +1,114 @@
+"""What the attention kernels read of one step: which rows belong to which sequence and page-table row, on the device.
+
+Invariant: built from the batch's host lists with one copy to the device; a captured step reads the same tensors again,
+so its `PagedStep` is made once over buffers that are filled between steps.
+T rows, D sequences with one row, C chunks (sequences with more), N sequences, P pages of one, X positions, R rotary.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from truegate.cache.pools import MLAPool, Pool
+from truegate.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PagedDecodes:
+    """Row rows_D[d] attends to the contexts_D[d] slots of page-table row seqs_D[d]; int32, context 0: a padded row.
+
+    num_splits cuts every context into so many parts (None: as many as fill the device), of at least min_split slots.
+    """
+
+    rows_D: torch.Tensor
+    seqs_D: torch.Tensor
+    contexts_D: torch.Tensor
+    table_NP: torch.Tensor
+    page_size: int
+    num_splits: int | None = None
+    min_split: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.rows_D.shape[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PagedChunks:
+    """chunks_C4 int32: first row, rows, context after them, row of table_NP (or first row of keys that lie in order)."""
+
+    chunks_C4: torch.Tensor
+    table_NP: torch.Tensor | None
+    page_size: int
+    longest: int  # most rows of a chunk
+
+    @property
+    def size(self) -> int:
+        return self.chunks_C4.shape[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PagedStep:
+    """One step for the kernels; `whole` where the decodes are all rows, in order.
+
+    `keys_S` are the pool slots of all chunks' contexts in a row, as `spread` numbers them: latent attention expands
+    them to keys and values once a layer. rotations_XR holds cosines at even and sines at odd columns.
+    """
+
+    positions_T: torch.Tensor
+    slots_T: torch.Tensor
+    rotations_XR: torch.Tensor
+    decodes: PagedDecodes | None
+    chunks: PagedChunks | None = None
+    whole: bool = False
+    keys_S: torch.Tensor | None = None
+    spread: PagedChunks | None = None
+
+
+def paged_step(batch: Batch, pool: Pool, rotations_XR: torch.Tensor, *, num_splits: int | None = None) -> PagedStep:
+    """The layout of a batch; `num_splits` fixes how decode contexts are cut whatever the batch."""
+    lens, contexts = batch.query_lens, batch.context_lens
+    starts = [0, *accumulate(lens)]
+    singles = [n for n, size in enumerate(lens) if size == 1]
+    many = [n for n, size in enumerate(lens) if size > 1]
+    firsts = [0, *accumulate(contexts[n] for n in many)]
+    numbers = [starts[n] for n in singles] + singles + [contexts[n] for n in singles]
+    for place in (many, firsts):
+        for n, at in zip(many, place, strict=False):
+            numbers += (starts[n], lens[n], contexts[n], at)
+    packed = on_device(np.array(numbers, dtype=np.int32), batch.slots_T.device)
+    table_NP, page_size = batch.page_table_NP, pool.page_size
+    decodes = chunks = spread = keys_S = None
+    if singles:
+        rows_D, seqs_D, contexts_D = packed[: 3 * len(singles)].view(3, -1).unbind(0)
+        decodes = PagedDecodes(
+            rows_D=rows_D, seqs_D=seqs_D, contexts_D=contexts_D, table_NP=table_NP, page_size=page_size,
+            num_splits=num_splits)  # fmt: skip
+    if many:
+        paged, in_order = packed[3 * len(singles) :].view(2, -1, 4).unbind(0)
+        longest = max(lens[n] for n in many)
+        chunks = PagedChunks(chunks_C4=paged, table_NP=table_NP, page_size=page_size, longest=longest)
+        if isinstance(pool, MLAPool):
+            spread = PagedChunks(chunks_C4=in_order, table_NP=None, page_size=page_size, longest=longest)
+            keys_S = _slots_of(paged, in_order, table_NP, page_size, firsts[-1])
+    return PagedStep(
+        positions_T=batch.positions_T, slots_T=batch.slots_T, rotations_XR=rotations_XR, decodes=decodes,
+        chunks=chunks, whole=not many and len(singles) == batch.token_ids_T.shape[0], keys_S=keys_S, spread=spread,
+    )  # fmt: skip
+
+
+def _slots_of(
+    paged_C4: torch.Tensor, in_order_C4: torch.Tensor, table_NP: torch.Tensor, page_size: int, total: int
+) -> torch.Tensor:
+    """Slots of the chunks' contexts, one context after another."""
+    chunk_S = torch.repeat_interleave(paged_C4[:, 2].long(), output_size=total)
+    offset_S = torch.arange(total, device=table_NP.device) - in_order_C4[chunk_S, 3]
+    return table_NP[paged_C4[chunk_S, 3].long(), offset_S // page_size].long() * page_size + offset_S % page_size
+
+
+def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The array on the device; on a GPU through pinned memory, so that the host does not wait for earlier work."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,104 @@
+"""The attention kernels against their twins, wherever they run: what the CPU (interpreted) and GPU tests share.
+
+Every number a kernel must not read is NaN: rows of other sequences, slots past a context, page 0, unused table entries
+point outside the pool. T rows, N sequences, S slots, H query heads, K key heads, E, R, V sizes of a head's parts.
+"""
+
+import torch
+
+from truegate.cache.pools import Pool
+from truegate.layers.paged import PagedStep, paged_step
+from truegate.types import Batch
+
+PAGE = 16
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}  # of the largest value
+
+
+class Case:
+    """Sequences (rows, context) over scattered pages of a pool of `width` numbers a slot."""
+
+    def __init__(self, parts, *, width: int, dtype: torch.dtype, device: str, seed: int = 0, pool: type = Pool):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.parts, self.dtype, self.device = parts, dtype, device
+        most = -(-max(context for _, context in parts) // PAGE)
+        num_pages = 1 + most * len(parts)
+        self.pool = pool(
+            num_layers=1, num_pages=num_pages, page_size=PAGE, width=width, dtype=dtype, device=device)  # fmt: skip
+        self.pool.data.fill_(float("nan"))
+        order = torch.randperm(num_pages - 1, generator=self.generator) + 1
+        table_NP = order.view(len(parts), most).clone()
+        slots = []
+        for n, (rows, context) in enumerate(parts):
+            place = torch.arange(context)
+            slots_S = table_NP[n][place // PAGE] * PAGE + place % PAGE
+            self.pool.rows(0)[slots_S.to(device)] = self.random(context, width)
+            slots.append(slots_S[context - rows :])
+            table_NP[n, -(-context // PAGE) :] = 1 << 30  # no such page
+        positions = [torch.arange(context - rows, context) for rows, context in parts]
+        num_rows = sum(rows for rows, _ in parts)
+        self.batch = Batch(
+            token_ids_T=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            positions_T=torch.cat(positions).to(device), valid_T=torch.ones(num_rows, dtype=torch.bool, device=device),
+            slots_T=torch.cat(slots).to(device), page_table_NP=table_NP.to(device),
+            query_lens=[rows for rows, _ in parts], context_lens=[context for _, context in parts],
+            logit_rows_M=torch.arange(num_rows, device=device))  # fmt: skip
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.dtype).to(self.device)
+
+    def step(self, *, num_splits: int | None = None) -> PagedStep:
+        return paged_step(self.batch, self.pool, torch.zeros(1, 2, device=self.device), num_splits=num_splits)
+
+
+def error(y: torch.Tensor, right: torch.Tensor) -> float:
+    """max |y - right| / max |right|; NaN counts as infinite."""
+    return float(((y.float() - right.float()).abs() / right.float().abs().max()).nan_to_num(float("inf")).max())
+
+
+def gqa(case: Case, num_heads: int, num_keys: int, size: int):
+    """q and keys of grouped-query attention: q is a view of a wider row, keys and values are views of the pool."""
+    q = case.random(case.batch.token_ids_T.shape[0], num_heads + 3, size)[:, :num_heads]
+    kv = case.pool.rows(0).view(-1, 2, num_keys, size)
+    return (q, None), (kv[:, 0], None, kv[:, 1]), size**-0.5
+
+
+def latent(case: Case, num_heads: int, latent_size: int, rotary: int):
+    """q and keys of absorbed latent attention: all heads share one key, whose first part is the value."""
+    num_rows = case.batch.token_ids_T.shape[0]
+    rows = case.pool.rows(0)[:, None]
+    q = case.random(num_heads, num_rows, latent_size).transpose(0, 1), case.random(num_rows, num_heads, rotary)
+    return (
+        q,
+        (rows[..., :latent_size], rows[..., latent_size:], rows[..., :latent_size]),
+        (latent_size + rotary) ** -0.5,
+    )
+
+
+def check_decode(q, keys, scale: float, step: PagedStep) -> None:
+    from truegate.kernels import attention
+    from truegate.kernels.ref import attention as ref
+
+    y_DHV = attention.decode(q, keys, step.decodes, scale=scale)
+    right_DHV = ref.decode(q, keys, step.decodes, scale=scale)
+    assert error(y_DHV, right_DHV) < TOLERANCE[q[0].dtype]
+
+
+def check_prefill(q, keys, scale: float, chunks, value_size: int) -> None:
+    from truegate.kernels import attention
+    from truegate.kernels.ref import attention as ref
+
+    shape = (q[0].shape[0], q[0].shape[1], value_size)
+    y_THV, right_THV = (torch.full(shape, 7.0, dtype=q[0].dtype, device=q[0].device) for _ in range(2))
+    attention.prefill(q, keys, chunks, y_THV, scale=scale)
+    ref.prefill(q, keys, chunks, right_THV, scale=scale)
+    assert torch.equal(y_THV == 7, right_THV == 7), "rows of no chunk must stay as they are"
+    assert error(y_THV, right_THV) < TOLERANCE[q[0].dtype]
+
+
+def expanded(case: Case, num_heads: int, nope: int, rotary: int, value: int):
+    """q and keys of latent attention expanded to keys and values per head, in the order of `step.spread`."""
+    num_rows, num_keys = case.batch.token_ids_T.shape[0], sum(c for r, c in case.parts if r > 1)
+    kv = case.random(num_keys, num_heads, nope + value)
+    q = case.random(num_rows, num_heads, nope), case.random(num_rows, num_heads, rotary)
+    rest = case.random(num_keys, 1, rotary + 4)[..., :rotary].expand(-1, num_heads, -1)
+    return q, (kv[..., :nope], rest, kv[..., nope:]), (nope + rotary) ** -0.5

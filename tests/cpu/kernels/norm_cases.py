@@ -1,0 +1,92 @@
+"""The norm kernels against their twins, wherever they run; what no row owns is NaN or stays as it was."""
+
+from types import SimpleNamespace
+
+import torch
+
+from truegate.kernels.ref import norm as ref
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of the largest value
+
+
+class Tensors:
+    """Random tensors of one dtype on one device, and a step of scattered slots and positions."""
+
+    def __init__(self, num_rows: int, *, dtype: torch.dtype, device: str, rotary: int = 0, slots: int = 64):
+        self.generator = torch.Generator().manual_seed(num_rows)
+        self.dtype, self.device, self.num_rows = dtype, device, num_rows
+        angles = torch.rand(200, rotary // 2, generator=self.generator) * 6.3
+        self.rotations_XR = torch.stack((angles.cos(), angles.sin()), -1).flatten(1).to(device)
+        pick = torch.randperm(slots + num_rows, generator=self.generator)[:num_rows]
+        positions = torch.randint(0, 200, (num_rows,), generator=self.generator)
+        self.step = SimpleNamespace(slots_T=pick.to(device), positions_T=positions.to(device))
+        self.num_slots = slots + num_rows
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.dtype).to(self.device)
+
+    def pool(self, width: int) -> torch.Tensor:
+        return torch.full((self.num_slots, width), float("nan"), dtype=self.dtype, device=self.device)
+
+
+def same(mine: torch.Tensor, right: torch.Tensor) -> None:
+    """Equal up to the dtype's rounding, NaN exactly where NaN belongs."""
+    assert torch.equal(mine.isnan(), right.isnan())
+    tolerance = TOLERANCE[right.dtype]
+    mine, right = mine.float().nan_to_num(0), right.float().nan_to_num(0)
+    assert float((mine - right).abs().max() / right.abs().max()) < tolerance
+
+
+def check_rms_norm(num_rows: int, width: int, *, add: bool, dtype: torch.dtype, device: str) -> None:
+    from truegate.kernels import norm
+
+    tensors = Tensors(num_rows, dtype=dtype, device=device)
+    x_TD, weight_D = tensors(num_rows, width + 5)[:, :width], tensors(width)
+    residual = tensors(num_rows, width) if add else None
+    mine = None if residual is None else residual.clone()
+    right = None if residual is None else residual.clone()
+    same(norm.rms_norm(x_TD, weight_D, 1e-5, mine), ref.rms_norm(x_TD, weight_D, 1e-5, right))
+    if add:
+        assert torch.equal(mine, right), "the residual sum is rounded once"
+
+
+def check_rotate_and_store(num_rows, heads, size, rotary, *, normed: bool, dtype, device) -> None:
+    from truegate.kernels import norm
+
+    tensors = Tensors(num_rows, dtype=dtype, device=device, rotary=rotary)
+    width = (heads[0] + 2 * heads[1]) * size
+    qkv_TX = tensors(num_rows, width)
+    weights = (tensors(heads[0] + heads[1], size), 1e-6) if normed else None
+    mine, right = (
+        (qkv_TX.clone(), tensors.pool(2 * heads[1] * size)),
+        (qkv_TX.clone(), tensors.pool(2 * heads[1] * size)),
+    )
+    for kernel, (qkv, pool) in ((norm, mine), (ref, right)):
+        kernel.rotate_and_store(qkv, heads, weights, tensors.rotations_XR, tensors.step, pool)
+    same(mine[0][:, : heads[0] * size], right[0][:, : heads[0] * size])
+    same(mine[1], right[1])
+
+
+def check_store_latent(num_rows, num_heads, latent, rotary, *, dtype, device) -> None:
+    from truegate.kernels import norm
+
+    tensors = Tensors(num_rows, dtype=dtype, device=device, rotary=rotary)
+    wide = tensors(num_rows, 7 + latent + rotary + num_heads * rotary)
+    weight_C = tensors(latent)
+    found = []
+    for kernel in (norm, ref):
+        own, pool = wide.clone(), tensors.pool(latent + rotary)
+        q_rope = own[:, 7 + latent + rotary :].view(num_rows, num_heads, rotary)
+        kernel.store_latent(
+            own[:, 7 : 7 + latent + rotary], q_rope, (weight_C, 1e-6), tensors.rotations_XR, tensors.step, pool
+        )
+        found.append((own, pool))
+    same(found[0][0], found[1][0])
+    same(found[0][1], found[1][1])
+
+
+def check_silu_mul(num_rows: int, width: int, *, dtype, device) -> None:
+    from truegate.kernels import norm
+
+    x = Tensors(num_rows, dtype=dtype, device=device)(num_rows, 2 * width + 6)[:, : 2 * width]
+    same(norm.silu_mul(x), ref.silu_mul(x))

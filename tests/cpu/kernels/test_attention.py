@@ -1,0 +1,73 @@
+"""Attention kernels, interpreted on a CPU, against their twins: small shapes of every kind."""
+
+import attention_cases as cases
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need Triton: pip install triton")
+DECODES = [(1, 1), (1, 16), (1, 17), (1, 100), (1, 63)]
+CHUNKS = [(5, 5), (3, 40), (1, 33), (66, 70), (2, 2)]
+
+
+def run(parts, width, dtype, **settings):
+    return cases.Case(parts, width=width, dtype=dtype, device="cpu", **settings)
+
+
+@pytest.mark.parametrize("num_splits", [1, 4, None])
+@pytest.mark.parametrize(("num_heads", "num_keys", "size"), [(4, 2, 32), (3, 3, 24), (32, 1, 16)])
+def test_decode_is_its_twin(num_heads, num_keys, size, num_splits):
+    case = run(DECODES, 2 * num_keys * size, torch.float32)
+    cases.check_decode(*cases.gqa(case, num_heads, num_keys, size), case.step(num_splits=num_splits))
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize(("num_heads", "latent", "rotary"), [(4, 32, 8), (20, 48, 16)])
+def test_latent_decode_is_its_twin(num_heads, latent, rotary, num_splits):
+    case = run(DECODES, latent + rotary, torch.float32)
+    cases.check_decode(*cases.latent(case, num_heads, latent, rotary), case.step(num_splits=num_splits))
+
+
+def test_a_context_of_zero_gives_zeros():
+    from truegate.kernels import attention
+
+    for num_splits in (1, 4):
+        case = run(DECODES[:2], 64, torch.float32)
+        q, keys, scale = cases.gqa(case, 2, 1, 32)
+        step = case.step(num_splits=num_splits)
+        step.decodes.contexts_D[0] = 0
+        y_DHV = attention.decode(q, keys, step.decodes, scale=scale)
+        assert torch.equal(y_DHV[0], torch.zeros_like(y_DHV[0]))
+        assert bool(y_DHV[1].isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter cannot multiply bf16
+@pytest.mark.parametrize(("num_heads", "num_keys", "size"), [(4, 2, 32), (2, 2, 24)])
+def test_prefill_is_its_twin(num_heads, num_keys, size, dtype):
+    case = run(CHUNKS, 2 * num_keys * size, dtype)
+    q, keys, scale = cases.gqa(case, num_heads, num_keys, size)
+    cases.check_prefill(q, keys, scale, case.step().chunks, size)
+
+
+def test_prefill_over_expanded_latents_is_its_twin():
+    from truegate.cache.pools import MLAPool
+
+    case = run(CHUNKS, 40, torch.float32, pool=MLAPool)
+    step = case.step()
+    q, keys, scale = cases.expanded(case, 3, 16, 8, 24)
+    cases.check_prefill(q, keys, scale, step.spread, 24)
+    gathered = case.pool.rows(0)[step.keys_S]
+    assert bool(gathered.isfinite().all()), "a slot outside the contexts was listed"
+    assert len(gathered) == sum(context for rows, context in CHUNKS if rows > 1)
+
+
+def test_fixed_splits_do_not_see_the_batch():
+    from truegate.kernels import attention
+
+    case = run(DECODES, 128, torch.float32)
+    q, keys, scale = cases.gqa(case, 4, 2, 32)
+    together = attention.decode(q, keys, case.step(num_splits=4).decodes, scale=scale)
+    step = case.step(num_splits=4)
+    alone = type(step.decodes)(
+        rows_D=step.decodes.rows_D[3:4], seqs_D=step.decodes.seqs_D[3:4], contexts_D=step.decodes.contexts_D[3:4],
+        table_NP=step.decodes.table_NP, page_size=16, num_splits=4)  # fmt: skip
+    assert torch.equal(attention.decode(q, keys, alone, scale=scale)[0], together[3])

@@ -1,0 +1,34 @@
+"""Norm, rotary and SiLU kernels, interpreted on a CPU, against their twins."""
+
+import norm_cases as cases
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need Triton: pip install triton")
+PLACE = {"dtype": torch.float32, "device": "cpu"}
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("width", [24, 64, 192])
+def test_rms_norm_is_its_twin(width, add):
+    cases.check_rms_norm(3, width, add=add, **PLACE)
+
+
+def test_the_residual_is_rounded_before_it_is_normed():
+    cases.check_rms_norm(3, 64, add=True, dtype=torch.float16, device="cpu")
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("heads", "size", "rotary"), [((4, 2), 32, 32), ((3, 1), 24, 12), ((8, 4), 16, 4)])
+def test_rotate_and_store_is_its_twin(heads, size, rotary, normed):
+    cases.check_rotate_and_store(5, heads, size, rotary, normed=normed, **PLACE)
+
+
+@pytest.mark.parametrize(("num_heads", "latent", "rotary"), [(4, 32, 8), (20, 24, 12)])
+def test_store_latent_is_its_twin(num_heads, latent, rotary):
+    cases.check_store_latent(5, num_heads, latent, rotary, **PLACE)
+
+
+@pytest.mark.parametrize("width", [48, 1500])
+def test_silu_mul_is_its_twin(width):
+    cases.check_silu_mul(3, width, **PLACE)
