@@ -223,3 +223,4 @@ class Batch:
     logit_rows_M: torch.Tensor  # int64, rows whose logits are wanted
     all_valid: bool = True  # host copy of valid_T.all()
     recorder: Any = field(default=None)  # moe.recorder.Recorder, or None: nobody asked which experts ran
+    paged: Any = None  # layers.paged.PagedStep over the buffers of a captured step; None: the model makes it

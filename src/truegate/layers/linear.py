@@ -39,3 +39,9 @@ class GatedMLP(nn.Module):
     def forward(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor:
         gate_TF, up_TF = self.gate_up(x_TD).split(self.intermediate, dim=-1)
         return self.down(F.silu(gate_TF).mul_(up_TF), residual_TD)
+
+    def fused(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """W_down (silu(W_gate x) * W_up x), without the residual, activation in one kernel."""
+        from truegate.kernels.norm import silu_mul
+
+        return self.down(silu_mul(self.gate_up(x_TD)))

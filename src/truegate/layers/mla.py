@@ -14,6 +14,7 @@ from truegate.cache.pools import Pool
 from truegate.layers.layout import Chunk, Decodes, StepLayout
 from truegate.layers.linear import Linear
 from truegate.layers.norm import RMSNorm
+from truegate.layers.paged import PagedDecodes, PagedStep
 from truegate.layers.rope import rotate_
 
 
@@ -57,6 +58,69 @@ class MLA(nn.Module):
         q_nope, q_rope, latent = self._project(x_TD, step)
         pool.write(self.layer, step.slots_T, latent)
         return self.out(self._attend(q_nope, q_rope, latent, step, pool), residual_TD)
+
+    def paged(self, x_TD: torch.Tensor, step: PagedStep, pool: Pool) -> torch.Tensor:
+        """The same through the kernels, without the residual: decodes absorbed, chunks expanded."""
+        from truegate.kernels import norm
+
+        q_nope, q_rope, latent = self._split(x_TD, norm.rms_norm)
+        weights = self.kv_norm.weight, self.kv_norm.eps
+        norm.store_latent(latent, q_rope, weights, step.rotations_XR, step, pool.rows(self.layer))
+        shape = x_TD.shape[0], self.num_heads, self.value_dim
+        if step.whole:
+            y_THV = x_TD.new_empty(shape)
+            self._paged_decodes(q_nope, q_rope, step.decodes, pool, y_THV)
+            return self.out(y_THV.flatten(1))
+        y_THV = x_TD.new_zeros(shape)  # padded rows stay 0
+        if step.decodes is not None:
+            rows_D = step.decodes.rows_D
+            y_DHV = x_TD.new_empty(len(rows_D), *shape[1:])
+            self._paged_decodes(q_nope[rows_D], q_rope[rows_D], step.decodes.in_order(), pool, y_DHV)
+            y_THV[rows_D] = y_DHV
+        if step.chunks is not None:
+            self._paged_chunks(q_nope, q_rope, step, pool, y_THV)
+        return self.out(y_THV.flatten(1))
+
+    def _paged_decodes(
+        self, q_nope: torch.Tensor, q_rope: torch.Tensor, decodes: PagedDecodes, pool: Pool, y_DHV: torch.Tensor
+    ) -> None:
+        from truegate.kernels import attention
+
+        rows_S1W = pool.rows(self.layer)[:, None]
+        latent, k_rope = rows_S1W.split((self.kv_rank, self.rope_dim), dim=-1)
+        q_HDC = torch.bmm(q_nope.transpose(0, 1), self.kv_up[:, : self.nope_dim])
+        q = q_HDC.transpose(0, 1), q_rope
+        mixed_DHC = attention.decode(q, (latent, k_rope, latent), decodes, scale=self.scale)
+        up_HCV = self.kv_up[:, self.nope_dim :].transpose(1, 2)
+        torch.bmm(mixed_DHC.transpose(0, 1), up_HCV, out=y_DHV.transpose(0, 1))
+
+    def _paged_chunks(
+        self, q_nope: torch.Tensor, q_rope: torch.Tensor, step: PagedStep, pool: Pool, y_THV: torch.Tensor
+    ) -> None:
+        from truegate.kernels import attention
+
+        latent, k_rope = pool.read(self.layer, step.keys_S).split((self.kv_rank, self.rope_dim), dim=-1)
+        kv_SHX = F.linear(latent, self.kv_up.flatten(0, 1)).unflatten(1, (self.num_heads, -1))
+        k_nope, v = kv_SHX.split((self.nope_dim, self.value_dim), dim=-1)
+        keys = k_nope, k_rope[:, None].expand(-1, self.num_heads, -1), v
+        attention.prefill((q_nope, q_rope), keys, step.spread, y_THV, scale=self.scale)
+
+    def _split(self, x_TD: torch.Tensor, rms_norm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q_nope_THU, q_rope_THR and latent_TW as projected: not yet normed or rotated."""
+        nope, width, rope, heads = (
+            self.num_heads * self.nope_dim,
+            self.kv_rank + self.rope_dim,
+            self.rope_dim,
+            self.num_heads,
+        )
+        if self.up is None:
+            q_nope, latent, q_rope = self.down(x_TD).split((nope, width, heads * rope), dim=-1)
+        else:
+            q_latent, latent = self.down(x_TD).split((self.q_rank, width), dim=-1)
+            q_nope, q_rope = self.up(rms_norm(q_latent, self.q_norm.weight, self.q_norm.eps)).split(
+                (nope, heads * rope), dim=-1
+            )
+        return q_nope.unflatten(1, (heads, -1)), q_rope.unflatten(1, (heads, -1)), latent
 
     def _project(self, x_TD: torch.Tensor, step: StepLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q_nope_THU, q_rope_THR and the pool's rows_TW (views of the fused projections, normed and rotated there)."""

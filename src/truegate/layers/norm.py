@@ -36,6 +36,14 @@ class RMSNorm(nn.Module):
         y = x / torch.hypot(norm, self._floor) * self._scaled
         return y if x.dtype == torch.float32 else y.to(x.dtype)
 
+    def fused(self, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+        """residual += x in place (x None: nothing to add), and the norm of it, in one kernel."""
+        from truegate.kernels.norm import rms_norm
+
+        if x is None:
+            return rms_norm(residual, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, residual)
+
     def apply_(self, x: torch.Tensor) -> None:
         """The same, in place: x may be a view into a wider row."""
         if x.is_cuda or x.dtype != torch.float32:

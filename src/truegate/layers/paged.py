@@ -5,7 +5,7 @@ so its `PagedStep` is made once over buffers that are filled between steps.
 T rows, D sequences with one row, C chunks (sequences with more), N sequences, P pages of one, X positions, R rotary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -34,10 +34,14 @@ class PagedDecodes:
     def size(self) -> int:
         return self.rows_D.shape[0]
 
+    def in_order(self) -> "PagedDecodes":
+        """The same over rows 0..D-1, for queries that were picked out of the batch."""
+        return replace(self, rows_D=torch.arange(self.size, dtype=torch.int32, device=self.rows_D.device))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedChunks:
-    """chunks_C4 int32: first row, rows, context after them, row of table_NP (or first row of keys that lie in order)."""
+    """chunks_C4 int32: first row, rows, context after them, row of table_NP (or first row of keys in order)."""
 
     chunks_C4: torch.Tensor
     table_NP: torch.Tensor | None

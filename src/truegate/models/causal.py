@@ -16,6 +16,7 @@ from truegate.cache.pools import Pool
 from truegate.layers.layout import StepLayout, step_layout
 from truegate.layers.linear import GatedMLP
 from truegate.layers.norm import RMSNorm
+from truegate.layers.paged import PagedStep, paged_step
 from truegate.layers.rope import RopeSpec, rope_table
 from truegate.moe.layer import MoELayer
 from truegate.types import Batch
@@ -52,6 +53,14 @@ class Block(nn.Module):
         h_TD = self.mlp_norm(x_TD)
         return x_TD + self.mlp(h_TD, batch) if self.is_moe else self.mlp(h_TD, x_TD)
 
+    def fused(
+        self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, batch: Batch, step: PagedStep, pool: Pool
+    ) -> torch.Tensor:
+        """The same through the kernels: residual += x in place, and what is to be added to it next is returned."""
+        h_TD = self.attention_norm.fused(x_TD, residual_TD)
+        h_TD = self.mlp_norm.fused(self.attention.paged(h_TD, step, pool), residual_TD)
+        return self.mlp(h_TD, batch) if self.is_moe else self.mlp.fused(h_TD)
+
 
 class CausalLM(nn.Module):
     """`models.load.LoadedModel`: see there for what the attributes and methods mean."""
@@ -81,6 +90,9 @@ class CausalLM(nn.Module):
         self.norm = norm()
         self.head = self.embedding if sizes.tied else nn.Buffer(torch.empty(sizes.vocab_size, sizes.hidden, **place))
         self.rotations_XR = rope_table(rope, sizes.max_position, device)
+        self.cosines_XR = torch.view_as_real(self.rotations_XR).flatten(1)  # as the kernels read them
+        self.uses_kernels = torch.device(device).type == "cuda"  # Triton for attention, norms and what lies between
+        self.num_splits: int | None = None  # of every decode context; None: as many as fill the device
 
     @property
     def moe_layers(self) -> list[MoELayer]:
@@ -93,11 +105,20 @@ class CausalLM(nn.Module):
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: Pool) -> torch.Tensor:
+        if self.uses_kernels:
+            return self._fused(batch, pool)
         step = step_layout(batch, pool, self.rotations_XR)
         x_TD = F.embedding(batch.token_ids_T, self.embedding)
         for block in self.blocks:
             x_TD = block(x_TD, batch, step, pool)
         return self.norm(x_TD)
+
+    def _fused(self, batch: Batch, pool: Pool) -> torch.Tensor:
+        step = batch.paged or paged_step(batch, pool, self.cosines_XR, num_splits=self.num_splits)
+        residual_TD, x_TD = F.embedding(batch.token_ids_T, self.embedding), None
+        for block in self.blocks:
+            x_TD = block.fused(x_TD, residual_TD, batch, step, pool)
+        return self.norm.fused(x_TD, residual_TD)
 
     @torch.inference_mode()
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
