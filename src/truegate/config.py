@@ -27,6 +27,9 @@ class EngineConfig:
     page_size: int = 16  # tokens
     prefix_cache: bool = True
     overlap: bool | None = None  # launch a step before the last one's tokens are read; default: on a GPU
+    cuda_graphs: bool | None = None  # replay captured decode steps; default: on a GPU, if the MoE backends allow it
+    attention_splits: int | None = None  # cut every decode context into so many parts; None: as many as fill the GPU
+    load_format: str = "checkpoint"  # "dummy": random weights, config.json alone is read (to measure speed)
     experts: str | None = None  # file of moe/experts; None: the device's default
     dispatch: str | None = None  # file of moe/dispatch
     router: str | None = None  # file of moe/routers
@@ -45,6 +48,7 @@ class ModelFacts:
     max_position: int
     bytes_per_token: int  # of keys and values, all layers
     free_bytes: int  # of device memory after the weights
+    not_capturable: str | None = None  # MoE backends that bring numbers to the host, by name
 
 
 def resolve(config: EngineConfig, *, cuda: bool) -> EngineConfig:
@@ -54,10 +58,18 @@ def resolve(config: EngineConfig, *, cuda: bool) -> EngineConfig:
         raise UserError(f"device {device!r} is unknown: cpu or cuda")
     if device != "cpu" and not cuda:
         raise UserError("device cuda was asked for, but torch sees no GPU here: use --device cpu")
+    if config.load_format not in ("checkpoint", "dummy"):
+        raise UserError(f"load_format {config.load_format!r} is unknown: checkpoint or dummy")
+    if device == "cpu" and (config.cuda_graphs or config.attention_splits):
+        name = "cuda_graphs" if config.cuda_graphs else "attention_splits"
+        raise UserError(f"{name} goes with --device cuda: on a CPU nothing is captured or split")
     if config.dtype is not None and config.dtype not in DTYPES:
         raise UserError(f"dtype {config.dtype!r} is unknown: {', '.join(DTYPES)}")
     on_cpu = device == "cpu"
-    positive = ("max_model_len", "max_running", "kv_cache_gib", "chunked_prefill_tokens", "page_size", "threads")
+    positive = (
+        "max_model_len", "max_running", "kv_cache_gib", "chunked_prefill_tokens", "page_size", "threads",
+        "attention_splits",
+    )  # fmt: skip
     for name in positive:
         value = getattr(config, name)
         if value is not None and not value > 0:
@@ -98,7 +110,7 @@ def fit(config: EngineConfig, facts: ModelFacts) -> tuple[EngineConfig, int]:
     elif config.mem_fraction is not None:
         kv_bytes = int(config.mem_fraction * facts.free_bytes)
     else:
-        kv_bytes = min(int(0.85 * facts.free_bytes), GIB) if config.device == "cpu" else int(0.85 * facts.free_bytes)
+        kv_bytes = min(int(0.85 * facts.free_bytes), GIB) if config.device == "cpu" else _kv_on_gpu(facts.free_bytes)
     pages_per_sequence = -(-max_model_len // config.page_size)
     page_bytes = config.page_size * facts.bytes_per_token
     num_pages = min(kv_bytes // page_bytes, 2 * pages_per_sequence * config.max_running)
@@ -113,7 +125,20 @@ def fit(config: EngineConfig, facts: ModelFacts) -> tuple[EngineConfig, int]:
             raise UserError(
                 f"{kv_bytes / GIB:.3f} GiB of cache hold no page of {page_bytes} bytes: raise --kv-cache-gib"
             )
-    return replace(config, max_model_len=max_model_len), num_pages + 1
+    return replace(config, max_model_len=max_model_len, cuda_graphs=_captures(config, facts)), num_pages + 1
+
+
+def _kv_on_gpu(free_bytes: int) -> int:
+    """All but 1 GiB for activations and captured steps, and 2 percent that allocators waste."""
+    return max(0, int(0.98 * free_bytes) - GIB)
+
+
+def _captures(config: EngineConfig, facts: ModelFacts) -> bool:
+    if config.cuda_graphs and facts.not_capturable:
+        raise UserError(f"--cuda-graphs cannot go with {facts.not_capturable}: leave one of them out")
+    if config.cuda_graphs is not None:
+        return config.cuda_graphs
+    return config.device != "cpu" and facts.not_capturable is None
 
 
 def free_host_bytes() -> int:

@@ -43,6 +43,18 @@ class PageTable:
     def __init__(self, num_slots: int, max_pages: int) -> None:
         self.array = np.zeros((num_slots, max_pages), dtype=np.int64)
         self._free = list(range(num_slots - 1, -1, -1))
+        self._writes: list[tuple[int, int, int]] | None = None
+
+    def record_writes(self) -> None:
+        """From now on remember what `write` changes, for a copy on a device."""
+        self._writes = []
+
+    def take_writes(self, width: int) -> np.ndarray:
+        """Places (slot * width + page) written since the last call, each once, ascending; int64."""
+        writes, self._writes = self._writes, []
+        return np.unique([slot * width + at for slot, start, end in writes for at in range(start, end)]).astype(
+            np.int64
+        )
 
     def take_slot(self) -> int:
         return self._free.pop()
@@ -52,3 +64,5 @@ class PageTable:
 
     def write(self, slot: int, start: int, pages: list[int]) -> None:
         self.array[slot, start : start + len(pages)] = pages
+        if self._writes is not None:
+            self._writes.append((slot, start, start + len(pages)))

@@ -12,7 +12,9 @@ import torch
 
 from truegate.cache.pages import PageTable
 from truegate.config import EngineConfig
+from truegate.engine.graphs import DecodeGraphs
 from truegate.engine.sampler import Described, Sampler, describe
+from truegate.layers.paged import on_device
 from truegate.moe.recorder import Recorder
 from truegate.sched.scheduler import Chunk
 from truegate.sched.sequence import Sequence
@@ -29,9 +31,27 @@ class Launched:
     described: Described | None = None
     prompt_described: list[tuple[Chunk, Described]] = field(default_factory=list)
     routed: tuple[torch.Tensor, torch.Tensor] | None = None  # ids_TLK, weights_TLK, if anybody asked
+    done: Any = None  # event on a GPU: what is read has come to the host
+
+    def fetch(self, device: torch.device) -> "Launched":
+        """Start bringing to the host what is read later; a GPU then goes on with the next step."""
+        if device.type == "cpu":
+            return self
+        if self.tokens_S is not None:
+            self.tokens_S = self.tokens_S.to("cpu", non_blocking=True)
+        for described in (self.described, *(one for _, one in self.prompt_described)):
+            if described is not None:
+                described.fetch()
+        if self.routed is not None:
+            self.routed = tuple(part.to("cpu", non_blocking=True) for part in self.routed)
+        self.done = torch.cuda.Event()
+        self.done.record()
+        return self
 
     def read(self) -> list[int]:
-        return self.tokens_S.tolist() if self.tokens_S is not None else []  # sync: the step's tokens
+        if self.done is not None:
+            self.done.synchronize()  # sync: the step's tokens
+        return self.tokens_S.tolist() if self.tokens_S is not None else []
 
 
 class ExpertLoad:
@@ -64,13 +84,18 @@ class Runner:
         self.device = torch.device(model.device)
         num_slots = table.array.shape[0]
         self.sampler = Sampler(model.vocab_size, num_slots, self.device)
-        self.last_token_buf = torch.zeros(num_slots, dtype=torch.int64, device=self.device)  # by slot
+        self.last_token_buf = torch.zeros(
+            num_slots + 1, dtype=torch.int64, device=self.device
+        )  # by slot; last: nobody's
         self.load = ExpertLoad(model.moe_layers, self.device) if model.moe_layers else None
         self._always_valid = torch.ones(1, dtype=torch.bool, device=self.device)
+        self.graphs = DecodeGraphs(model, pool, table, self.last_token_buf, self.load) if config.cuda_graphs else None
 
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk], *, routed: bool = False) -> Launched:
         """Run one step; `routed` also keeps which experts ran."""
+        if self.graphs is not None and self.graphs.takes(chunks):
+            return self._replay(chunks, routed).fetch(self.device)
         batch, sampled, prompts = self._build(chunks)
         if self.load is not None:
             batch.recorder = Recorder()
@@ -86,11 +111,27 @@ class Runner:
             if sampled:
                 logits_SV = logits_MV[: len(sampled)]
                 launched.tokens_S, launched.described = self.sampler.sample(logits_SV, sampled)
-                if self.runs_ahead:
-                    slots = self._tensor([one.slot for one in sampled])
-                    self.last_token_buf.index_copy_(0, slots, launched.tokens_S)
+                self._keep_tokens(launched)
             launched.prompt_described = _describe_prompts(prompts, logits_MV[len(sampled) :])
+        return launched.fetch(self.device)
+
+    def _replay(self, chunks: list[Chunk], routed: bool) -> Launched:
+        """One step of one row a sequence, captured before."""
+        captured, count = self.graphs.replay(chunks), len(chunks)
+        launched = Launched(chunks, [chunk.sequence for chunk in chunks], captured.tokens_B[:count])
+        if not all(one.state.draw.plain for one in launched.sampled):
+            logits_SV = self.graphs.logits_buf[:count].float()
+            launched.tokens_S, launched.described = self.sampler.sample(logits_SV, launched.sampled)
+            self._keep_tokens(launched)
+        if routed:
+            launched.routed = tuple(part[:count].clone() for part in captured.routed)
         return launched
+
+    def _keep_tokens(self, launched: Launched) -> None:
+        """For the next step, which may be launched before the host knows them."""
+        if self.runs_ahead:
+            slots = self._tensor([one.slot for one in launched.sampled])
+            self.last_token_buf.index_copy_(0, slots, launched.tokens_S)
 
     def _build(self, chunks: list[Chunk]) -> tuple[Batch, list[Sequence], list[tuple[Chunk, int]]]:
         """The Batch; its logit rows are first those that sample, then the prompt rows whose logits were asked for."""
@@ -148,8 +189,7 @@ class Runner:
         return self._on_device(np.array(values, dtype=np.int64))
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
+        return on_device(array, self.device)
 
 
 def _prompt_rows(chunk: Chunk) -> int:
@@ -165,7 +205,7 @@ def _describe_prompts(prompts: list[tuple[Chunk, int]], logits_RV: torch.Tensor)
     for chunk, count in prompts:
         params = chunk.sequence.params
         following = chunk.sequence.tokens[chunk.start + 1 : chunk.start + 1 + count]
-        token_R = torch.tensor(following, device=logits_RV.device)
+        token_R = on_device(np.array(following, dtype=np.int64), logits_RV.device)
         listed = [list(params.logprob_token_ids)] * count
         rows = list(range(chunk.start + 1, chunk.start + 1 + count))  # the positions these logits speak about
         logits = logits_RV[start : start + count]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from truegate.layers.paged import on_device
 from truegate.sched.sequence import Sequence
 from truegate.types import SamplingParams, TokenLogprobs
 
@@ -75,6 +76,17 @@ class Described:
     top_RK: tuple[torch.Tensor, torch.Tensor] | None
     listed_RL: torch.Tensor | None
 
+    def fetch(self) -> None:
+        """Start bringing the numbers to the host."""
+
+        def host(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to("cpu", non_blocking=True)
+
+        self.token_R, self.logprob_R, self.rank_R = map(host, (self.token_R, self.logprob_R, self.rank_R))
+        self.listed_RL = host(self.listed_RL)
+        if self.top_RK is not None:
+            self.top_RK = host(self.top_RK[0]), host(self.top_RK[1])
+
     def read(self) -> dict[int, TokenLogprobs]:
         """On the host, by row."""
         tokens, logprobs, ranks = self.token_R.tolist(), self.logprob_R.tolist(), self.rank_R.tolist()  # sync: results
@@ -103,7 +115,7 @@ def describe(
     ids_RL = None
     if longest:
         padded = [ids + [0] * (longest - len(ids)) for ids in listed]
-        ids_RL = torch.tensor(padded, device=logits_RV.device)
+        ids_RL = _index(padded, logits_RV)
     return Described(
         rows,
         num_top,
@@ -135,20 +147,22 @@ class Sampler:
         tokens_M = adjusted_MV.argmax(dim=-1)
         random = [i for i, draw in enumerate(draws) if draw.params.temperature > 0]
         if random:
-            picked = adjusted_MV if len(random) == len(draws) else adjusted_MV[random]
+            every = len(random) == len(draws)
+            rows_R = slice(None) if every else _index(random, adjusted_MV)
             uniform = [_uniform(draws[i].key, sequences[i].length - sequences[i].prompt_length) for i in random]
-            tokens_M[random] = draw_tokens(picked, [draws[i].params for i in random], uniform)
+            tokens_M[rows_R] = draw_tokens(adjusted_MV[rows_R], [draws[i].params for i in random], uniform)
         penalised = [i for i, draw in enumerate(draws) if draw.penalised]
         if penalised:
-            slots = torch.tensor([sequences[i].slot for i in penalised], device=self.device)
-            picked_tokens = tokens_M[penalised]
+            slots = _index([sequences[i].slot for i in penalised], tokens_M)
+            picked_tokens = tokens_M[_index(penalised, tokens_M)]
             self._output_buf[slots, picked_tokens] += 1
         wanted = [i for i, draw in enumerate(draws) if draw.wants_logprobs]
         if not wanted:
             return tokens_M, None
         rows = [draws[i] for i in wanted]
         num_top, listed = [one.num_top for one in rows], [one.listed for one in rows]
-        return tokens_M, describe(logits_MV[wanted], tokens_M[wanted], wanted, num_top, listed)
+        wanted_R = _index(wanted, tokens_M)
+        return tokens_M, describe(logits_MV[wanted_R], tokens_M[wanted_R], wanted, num_top, listed)
 
     def _adjust(self, logits_MV: torch.Tensor, sequences: list[Sequence], draws: list[Draw]) -> torch.Tensor:
         """logits with bias, penalties and forbidden tokens; the argument itself if no row asks for any."""
@@ -166,25 +180,24 @@ class Sampler:
         adjusted_MV = logits_MV.clone()
         if biased:
             rows, tokens, values = zip(*biased, strict=True)
-            index = torch.tensor([rows, tokens], device=self.device)
-            adjusted_MV.index_put_(
-                (index[0], index[1]), torch.tensor(values, dtype=logits_MV.dtype, device=self.device), accumulate=True
-            )
+            index = _index([rows, tokens], logits_MV)
+            adjusted_MV.index_put_((index[0], index[1]), _column(values, logits_MV)[:, 0], accumulate=True)
         if penalised:
             self._count([sequences[i] for i in penalised])
-            slots = torch.tensor([sequences[i].slot for i in penalised], device=self.device)
-            adjusted_MV[penalised] = penalise(
-                adjusted_MV[penalised],
+            slots, rows_R = _index([[sequences[i].slot for i in penalised], penalised], logits_MV)
+            adjusted_MV[rows_R] = penalise(
+                adjusted_MV[rows_R],
                 self._output_buf[slots],
                 self._prompt_buf[slots],
                 [draws[i].params for i in penalised],
             )
         if forbidden:
-            index = torch.tensor(forbidden, device=self.device).T
+            index = _index(forbidden, logits_MV).T
             adjusted_MV[index[0], index[1]] = float("-inf")
         if grammars:
             allowed = draws[grammars[0]].grammar.masks([draws[i].grammar for i in grammars], self.vocab_size)
-            adjusted_MV[grammars] = adjusted_MV[grammars].masked_fill(~allowed.to(self.device), float("-inf"))
+            rows_R = _index(grammars, logits_MV)
+            adjusted_MV[rows_R] = adjusted_MV[rows_R].masked_fill(~allowed.to(self.device), float("-inf"))
         return adjusted_MV
 
     def _count(self, sequences: list[Sequence]) -> None:
@@ -264,7 +277,13 @@ def kept_tokens(scaled_RV: torch.Tensor, params: list[SamplingParams]) -> torch.
 
 def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
     """values_R1 in the dtype and on the device of `like`."""
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+    column = torch.tensor(values, dtype=like.dtype)[:, None]
+    return column if like.device.type == "cpu" else column.pin_memory().to(like.device, non_blocking=True)
+
+
+def _index(values: list, like: torch.Tensor) -> torch.Tensor:
+    """int64 on the device of `like`; the host waits for nothing."""
+    return on_device(np.array(values, dtype=np.int64), like.device)
 
 
 def _mix(value: int) -> int:

@@ -16,6 +16,7 @@ from truegate.engine.tokenizer import Tokenizer
 from truegate.errors import TruegateError, UserError
 from truegate.hub import model_folder
 from truegate.law.plan import Choices
+from truegate.moe import backends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +41,22 @@ def load_parts(config: EngineConfig) -> Parts:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     folder = model_folder(config.model)
-    tokenizer = Tokenizer(folder)
+    dummy = config.load_format == "dummy"
+    tokenizer = Tokenizer(folder) if not dummy or (folder / "tokenizer.json").exists() else None
     measured: list[str] = []
     with Progress(folder.name) as progress:
         options = LoadOptions(
-            experts=config.experts or "torch",
+            experts=config.experts or default_experts(config.device),
             dispatch=config.dispatch or "local",
             router=config.router,
             choices=Choices(fuse_shared=bool(config.fuse_shared), scale_at=config.scale_at or "weights"),
             before_fill=(lambda model: measured.append(measure(model))) if config.self_test else None,
             progress=progress,
+            dummy=dummy,
         )
         model = load_model(folder, dtype=_dtype(config, folder), device=config.device, options=options)
-    if measured and measured[0] is not None:
+    model.num_splits = config.attention_splits
+    if measured and measured[0] is not None and not dummy:
         measured[0] += "; " + check_loaded(model, folder)
     if config.fault is not None:
         plant_everywhere(model, config.fault)
@@ -61,10 +65,15 @@ def load_parts(config: EngineConfig) -> Parts:
         config=config,
         model=model,
         tokenizer=tokenizer,
-        eos_token_ids=tokenizer.eos_token_ids,
+        eos_token_ids=tokenizer.eos_token_ids if tokenizer is not None else (),
         num_pages=num_pages,
         self_test=measured[0] if measured else None,
     )
+
+
+def default_experts(device: str) -> str:
+    """The experts a device runs unless others are named."""
+    return "torch" if device == "cpu" else "triton"
 
 
 def measure(model: Any) -> str | None:
@@ -129,7 +138,9 @@ def _byte_bar(name: str, total: int) -> Any:
 def facts_of(model: Any) -> ModelFacts:
     device = torch.device(model.device)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
-    return ModelFacts(max_position=model.max_position, bytes_per_token=model.bytes_per_token, free_bytes=free)
+    return ModelFacts(
+        max_position=model.max_position, bytes_per_token=model.bytes_per_token, free_bytes=free,
+        not_capturable=backends.not_capturable(layer.backends for layer in model.moe_layers))  # fmt: skip
 
 
 def _dtype(config: EngineConfig, folder: Path) -> torch.dtype:

@@ -25,7 +25,7 @@ from truegate.law.plan import Choices
 from truegate.layers.linear import GatedMLP
 from truegate.models.causal import CausalLM
 from truegate.models.frame import Frame
-from truegate.models.weights import Rule, Target, decoder_targets, fill, mlp_targets, moe_targets
+from truegate.models.weights import Rule, Target, decoder_targets, fill, fill_randomly, mlp_targets, moe_targets
 from truegate.moe import backends
 from truegate.types import Batch
 
@@ -70,6 +70,7 @@ class LoadOptions:
     choices: Choices = field(default_factory=Choices)
     before_fill: Callable[[CausalLM], None] | None = None  # called while the buffers are still anybody's
     progress: Callable[[int, int], None] | None = None  # (bytes read, bytes in all)
+    dummy: bool = False  # random weights; config.json is all that is read
 
 
 def load_model(
@@ -84,6 +85,11 @@ def load_model(
     config = _Recorded(read_config(path))
     model, targets = _build(config, dtype, torch.device(device), options)
     _refuse_unread(config)
+    if options.dummy:
+        if options.before_fill is not None:
+            options.before_fill(model)
+        fill_randomly(model)
+        return model
     checkpoint = Checkpoint(Path(path))
     for block, layouts in zip(model.blocks, names_of(config), strict=False):  # next-token layers come after
         if layouts is not None:

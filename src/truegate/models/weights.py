@@ -165,9 +165,29 @@ def fill(
             progress(done, total)
     if model.sizes.tied and "lm_head.weight" in checkpoint:
         _check_tied(model, checkpoint)
+    _finish(model)
+
+
+def _finish(model: CausalLM) -> None:
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.finish_loading()
+
+
+@torch.no_grad()
+def fill_randomly(model: CausalLM, *, seed: int = 0, std: float = 0.02) -> None:
+    """Fill every buffer as a fresh model has it: matrices N(0, std^2), norms 1, biases 0; the same on every run."""
+    generator = torch.Generator(device=model.device).manual_seed(seed)
+    for name, buffer in model.named_buffers():
+        if buffer.dtype.is_floating_point:
+            if name.endswith("bias"):
+                buffer.zero_()
+            else:
+                buffer.normal_(std=std, generator=generator)
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.weight.fill_(1.0)
+    _finish(model)
 
 
 def _check(checkpoint: Checkpoint, targets: Mapping[str, Target], rules: tuple[Rule, ...]) -> list[str]:

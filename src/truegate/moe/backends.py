@@ -5,7 +5,7 @@ Invariant: nothing here imports torch; a folder's files are the whole list, ther
 
 import importlib
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -54,6 +54,12 @@ def choose(*, experts: str = "torch", dispatch: str = "local", router: str | Non
 def router_of(experts: str) -> str:
     """The router whose contract goes with these experts, else torch's, which computes everything."""
     return next((name for name in names("routers") if load("routers", name).CONTRACT.goes_with == experts), "torch")
+
+
+def not_capturable(layers: Iterable[Backends]) -> str | None:
+    """The backends of these layers that a CUDA graph cannot hold (they bring numbers to the host), or None."""
+    parts = dict.fromkeys(part for layer in layers for part in (layer.experts.CONTRACT, layer.dispatch.CONTRACT))
+    return ", ".join(f"--{type(p).__name__.lower()} {p.name}" for p in parts if not p.graph_safe) or None
 
 
 def compile_layer(spec: RoutingSpec, backends: Backends, placement: Placement, choices: Choices) -> Plan:

@@ -28,7 +28,10 @@ class Recorder:
         width = max(ids.shape[1] for ids in self._ids)
 
         def stack(parts: list[torch.Tensor], fill: int) -> torch.Tensor:
-            padded = [torch.nn.functional.pad(p, (0, width - p.shape[1]), value=fill) for p in parts]
+            missing = (width - part.shape[1] for part in parts)  # most often none, and padding by none would copy
+            padded = [
+                torch.nn.functional.pad(p, (0, n), value=fill) if n else p for p, n in zip(parts, missing, strict=True)
+            ]
             return torch.stack(padded, dim=1)
 
         return stack(self._ids, -1), stack(self._weights, 0)

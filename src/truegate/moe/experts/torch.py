@@ -65,7 +65,7 @@ class TorchExperts:
 
     def __call__(self, sent: Sent):
         num_rows, width = sent.ids_TJ.shape
-        if num_rows * width <= SMALL:
+        if num_rows * width <= SMALL and not sent.ids_TJ.is_cuda:
             return self._row_by_row(sent)
         return self._sorted(sent)
 
@@ -104,8 +104,10 @@ class TorchExperts:
         ids_N = sent.ids_TJ.reshape(-1)
         legal_N = torch.where((ids_N < 0) | (ids_N > self.num_slots), self.num_slots, ids_N)
         order_N = legal_N.argsort(stable=True)
+        if self.grouped is not None and ids_N.is_cuda:
+            return self._sorted_on_device(sent, legal_N, order_N)
         counts_P = torch.bincount(legal_N, minlength=self.num_slots + 1)[: self.num_slots]
-        sizes = counts_P.tolist()  # sync: a CPU tensor
+        sizes = counts_P.tolist()  # sync: a CPU tensor, or weights that only the loop below takes
         order_N = order_N[: sum(sizes)]
         rows_N = order_N // width
         x_ND = sent.x_TD[rows_N]
@@ -117,12 +119,32 @@ class TorchExperts:
             out_ND = torch.cat(parts) if parts else x_ND
         else:
             ends_P = counts_P.cumsum(0).to(torch.int32)
-            gate, up = self.grouped(x_ND, self.weights.gate_up_PHD.transpose(1, 2), offs=ends_P).chunk(2, -1)
-            hidden_NF = self.activate(gate, up)
-            out_ND = self.grouped(hidden_NF, self.weights.down_PDF.transpose(1, 2), offs=ends_P)
+            out_ND = self._both(x_ND, ends_P)
         if not self.at_input:
             out_ND = out_ND * weights_N1
         return torch.zeros_like(sent.x_TD).index_add_(0, rows_N, out_ND)
+
+    def _sorted_on_device(self, sent, legal_N, order_N):
+        """The same where the host must not look: all N rows stay, those of no slot are put to zero."""
+        import torch
+
+        rows_N, slots_N = order_N // sent.ids_TJ.shape[1], legal_N[order_N]
+        ends_P = torch.searchsorted(slots_N, torch.arange(self.num_slots, device=slots_N.device), right=True)
+        x_ND = sent.x_TD[rows_N]
+        weights_N1 = sent.weights_TJ.reshape(-1)[order_N].to(x_ND.dtype)[:, None]
+        if self.at_input:
+            x_ND = x_ND * weights_N1
+        out_ND = self._both(x_ND, ends_P.to(torch.int32))
+        if not self.at_input:
+            out_ND = out_ND * weights_N1
+        out_ND = torch.where((slots_N < self.num_slots)[:, None], out_ND, 0)  # rows past the last end hold anything
+        y_ND = torch.empty_like(out_ND)
+        y_ND[order_N] = out_ND
+        return y_ND.view(*sent.ids_TJ.shape, -1).sum(1, dtype=torch.float32).to(x_ND.dtype)
+
+    def _both(self, x_ND, ends_P):
+        gate, up = self.grouped(x_ND, self.weights.gate_up_PHD.transpose(1, 2), offs=ends_P).chunk(2, -1)
+        return self.grouped(self.activate(gate, up), self.weights.down_PDF.transpose(1, 2), offs=ends_P)
 
 
 def _parts(x_ND, sizes):
@@ -134,13 +156,18 @@ def _parts(x_ND, sizes):
 
 
 def _grouped(weights: ExpertWeights):
-    """torch's grouped matmul where it exists and takes these shapes (rows of 16 bytes); else None: expert by expert."""
+    """torch's grouped matmul where it exists and takes these weights (rows of 16 bytes; on a GPU, bf16 on Hopper and
+    later); else None: expert by expert."""
     from torch.nn import functional
 
     grouped = getattr(functional, "grouped_mm", None)
     w = weights.gate_up_PHD
     per_16_bytes = 16 // w.element_size()
     sizes = (w.shape[2], w.shape[1], weights.down_PDF.shape[2])
-    if grouped is None or w.device.type != "cpu" or any(size % per_16_bytes for size in sizes):
+    if grouped is None or any(size % per_16_bytes for size in sizes):
         return None
+    if w.is_cuda:
+        import torch
+
+        return grouped if w.dtype == torch.bfloat16 and torch.cuda.get_device_capability(w.device) >= (9, 0) else None
     return grouped
