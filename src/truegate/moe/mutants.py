@@ -27,7 +27,7 @@ from truegate.law.spec import (
     SharedGate,
     WeightAt,
 )
-from truegate.moe.backends import choose, compile_layer
+from truegate.moe.backends import Backends, choose, compile_layer
 from truegate.moe.layer import MoELayer
 from truegate.moe.plant import plant
 from truegate.moe.selftest import Report, self_test
@@ -75,7 +75,7 @@ class Outcome:
         return self.report.fault == self.fault.name or self.fault.name in self.report.also
 
 
-def plans() -> dict[str, Plan]:
+def plans(backends: Backends | None = None) -> dict[str, Plan]:
     """The layers that mutants are planted in: each family, fused where it can be, and with shuffled replicas."""
     found = {}
     for family, axes in LAYERS.items():
@@ -83,44 +83,52 @@ def plans() -> dict[str, Plan]:
         for fused in (False, True) if spec.shared is not None else (False,):
             for redundant in (0, 8):
                 name = family + (", fused shared" if fused else "") + (", replicas" if redundant else "")
-                found[name] = _plan(spec, fused=fused, redundant=redundant, seed=0)
+                found[name] = _plan(spec, backends or choose(), fused=fused, redundant=redundant, seed=0)
     return found
 
 
-def _plan(spec: RoutingSpec, *, fused: bool, redundant: int, seed: int) -> Plan:
+def _plan(spec: RoutingSpec, backends: Backends, *, fused: bool, redundant: int, seed: int) -> Plan:
     slots = np.arange(spec.num_experts + redundant) % spec.num_experts
     if redundant:
         slots = np.random.default_rng(seed).permutation(slots)
     placement = from_slots(slots, num_experts=spec.num_experts, num_ranks=1)
-    return compile_layer(spec, choose(), placement, Choices(fuse_shared=fused))
+    return compile_layer(spec, backends, placement, Choices(fuse_shared=fused))
 
 
-def outcomes(*, layers_each: int | None = None, dtype: torch.dtype = torch.float32) -> Iterator[Outcome]:
+def outcomes(
+    *, layers_each: int | None = None, dtype: torch.dtype = torch.float32, backends: Backends | None = None,
+    device: str = "cpu",
+) -> Iterator[Outcome]:  # fmt: skip
     """Plant every fault in the first `layers_each` layers it applies to (None: all)."""
-    every = plans()
+    backends = backends or choose()
+    every = plans(backends)
     for fault in FAULTS:
         fitting = [name for name, plan in every.items() if fault.applies(plan)]
         for name in fitting[:layers_each]:
-            layer = MoELayer(every[name], choose(), dtype=dtype)
+            layer = MoELayer(every[name], backends, dtype=dtype, device=device)
             plant(layer, fault)
             yield Outcome(fault=fault, layer=name, report=self_test(layer))
 
 
-def false_alarms(cases: int, *, seed: int = 0) -> Iterator[tuple[Plan, Report]]:
+def false_alarms(
+    cases: int, *, seed: int = 0, backends: Backends | None = None, device: str = "cpu"
+) -> Iterator[tuple[Plan, Report]]:
     """Self-tests of `cases` right layers of random mathematics, sizes, fusion and replicas."""
-    rng = np.random.default_rng(seed)
+    rng, backends = np.random.default_rng(seed), backends or choose()
     for _ in range(cases):
-        plan = _random_plan(rng)
-        yield plan, self_test(MoELayer(plan, choose(), dtype=torch.float32), seed=int(rng.integers(1 << 30)))
+        plan = _random_plan(rng, backends)
+        layer = MoELayer(plan, backends, dtype=torch.float32, device=device)
+        yield plan, self_test(layer, seed=int(rng.integers(1 << 30)))
 
 
-def _random_plan(rng: np.random.Generator) -> Plan:
+def _random_plan(rng: np.random.Generator, backends: Backends) -> Plan:
     """A consistent random layer; what a spec or the plan refuses is drawn again."""
     while True:
         try:
             spec = _random_spec(rng)
             fused = spec.shared is not None and bool(rng.integers(2))
-            return _plan(spec, fused=fused, redundant=int(rng.integers(0, 5)), seed=int(rng.integers(1 << 30)))
+            redundant, seed = int(rng.integers(0, 5)), int(rng.integers(1 << 30))
+            return _plan(spec, backends, fused=fused, redundant=redundant, seed=seed)
         except UserError:
             continue
 

@@ -1,21 +1,77 @@
-"""Fused experts in Triton as other engines ship them: local int32 ids, -1 skipped, shared slots as a global tail."""
+"""Experts in Triton: permute, two grouped products with the activation and the weights inside, combine. Graph-safe.
+
+Invariant: an id of -1 is skipped; grids depend on shapes only. One row is two launches, a few rows three, more four.
+"""
 
 from truegate.law.contract import Drop, Experts, SharedLayout
 from truegate.law.plan import Plan
-from truegate.moe.need import cannot_run
+from truegate.law.spec import Activation, WeightAt
+from truegate.moe.sent import ExpertWeights, Sent
 
 CONTRACT = Experts(
     name="triton",
-    status="interface",
-    source="engines: local int32, -1 skipped, scale in the epilogue or the model's choice, global tail",
+    status="runs",
+    source="this repository",
     id_dtype="int32",
     accepts=(Drop(),),
+    weight_at=frozenset({WeightAt.OUTPUT, WeightAt.INPUT}),
     shared_layouts=frozenset({SharedLayout.NONE, SharedLayout.GLOBAL_TAIL}),
-    formats=frozenset({"bf16", "fp16", "fp8_block"}),
-    why_not="the GPU kernels are not built yet; use --experts torch",
+    activations=frozenset(Activation),
+    expert_bias=True,
+    formats=frozenset({"bf16", "fp16", "fp32"}),
 )
 
 
-def build(plan: Plan, weights):
-    """Refused: the contract is compiled and tested, our kernel does not exist yet."""
-    raise cannot_run(CONTRACT)
+def build(plan: Plan, weights: ExpertWeights) -> "TritonExperts":
+    """A callable Sent -> y_TD in x's dtype; Refused where neither a GPU nor the interpreter can run it."""
+    from truegate.moe.need import need_triton
+
+    need_triton(CONTRACT, weights.down_PDF.device)
+    return TritonExperts(plan, weights)
+
+
+class TritonExperts:
+    """y[t] = sum_j weights[t, j] * F_{ids[t, j]}(x[t]), or F(weights[t, j] * x[t]) where the spec weighs the input."""
+
+    def __init__(self, plan: Plan, weights: ExpertWeights):
+        from functools import cache
+
+        self.spec, self.weights = plan.spec, weights
+        self.num_slots, self.share = plan.slots_per_rank, 1 / plan.ranks.ep
+        self.at_input = plan.spec.weight_at is WeightAt.INPUT
+        self.weighs = plan.dispatch.weights == "carried"
+        self.activate = self.fused = self.on_torch  # one handed in from outside runs between the products
+        self.config = cache(self._config)
+
+    def on_torch(self, gate, up):
+        """The spec's gated activation, [..., F]; the kernels have it fused."""
+        from truegate.moe.experts.torch import activate
+
+        return activate(self.spec, gate, up)
+
+    def __call__(self, sent: Sent):
+        from truegate.kernels.experts import Sizes, experts
+
+        w = self.weights
+        hidden, width = w.down_PDF.shape[1:]
+        sizes = Sizes(
+            num_slots=self.num_slots, hidden=hidden, width=width, activation=self.spec.activation,
+            clamp=self.spec.clamp, at_input=self.at_input, weighs=self.weighs,
+        )  # fmt: skip
+        return experts(
+            sent.x_TD.contiguous(), w.gate_up_PHD, w.down_PDF, (w.gate_up_bias_PH, w.down_bias_PD), sent.ids_TJ,
+            sent.weights_TJ, sizes, self.config(*sent.ids_TJ.shape),
+            activate=None if self.activate is self.fused else self.activate,
+        )  # fmt: skip
+
+    def _config(self, num_rows: int, slots: int):
+        import torch
+
+        from truegate.kernels.tuning import config_of
+
+        down = self.weights.down_PDF
+        device = torch.cuda.get_device_name(down.device) if down.device.type == "cuda" else "interpreter"
+        return config_of(
+            device, num_rows=num_rows, width=slots, num_slots=self.num_slots, hidden=down.shape[1],
+            expert_width=down.shape[2], share=self.share, element_size=down.element_size(),
+        )  # fmt: skip

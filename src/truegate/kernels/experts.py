@@ -1,0 +1,419 @@
+"""Expert kernels: assignments put in expert order, one grouped product each way, a sum over each row's slots.
+
+    h[n] = act(x[t] W_gate^T, x[t] W_up^T);  out[n] = weights[n] * (h[n] W_down^T);  y[t] = sum_j out[t * J + j]
+
+Invariant: a slot whose id is outside 0..P-1 is never read, computed or summed; sums run in slot order in fp32, without
+atomics; grids depend on shapes only, so everything is graph-safe. Twin: kernels/ref/experts.py.
+T rows, J slots a row, N = T * J assignments n = t * J + j, P local experts, D hidden, F expert width, Q tiles of BM
+rows; a product has C columns and depth D.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from truegate.kernels.tuning import Config, Product
+from truegate.law.spec import Activation
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # before Triton 3.4
+    TensorDescriptor = None
+
+CHUNK = 1024  # ids a program of `_permute` looks at together
+PLAIN = Product(block_n=32, block_k=32, stages=2, warps=4)
+
+
+class Order(NamedTuple):
+    """Assignments in expert order. int32: order_N[start..end) are an expert's; tiles of BM rows; expert -1: no tile."""
+
+    order_N: torch.Tensor
+    end_P: torch.Tensor
+    tile_expert_Q: torch.Tensor
+    tile_start_Q: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What a launch needs to know of a layer beside its tensors."""
+
+    num_slots: int  # P
+    hidden: int  # D
+    width: int  # F
+    activation: Activation
+    clamp: float | None
+    at_input: bool  # the weight multiplies x, not the output
+    weighs: bool = True  # False: somebody else multiplies by the weights
+
+
+@triton.jit(do_not_specialize=["N", "num_tiles"])
+def _permute(ids, order, end, tile_expert, tile_start, N, num_tiles, P: tl.constexpr, BM: tl.constexpr,
+             CHUNK: tl.constexpr):  # fmt: skip
+    """Program e: where expert e's assignments start (how many ids are lower), then their numbers in order."""
+    e = tl.program_id(0)
+    lane = tl.arange(0, CHUNK)
+    lower = tl.zeros([CHUNK], tl.int32)
+    equal = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, N, CHUNK):
+        found = tl.load(ids + first + lane, mask=first + lane < N, other=-1)
+        lower += ((found >= 0) & (found < e)).to(tl.int32)
+        equal += (found == e).to(tl.int32)
+    start = tl.sum(lower, 0)
+    count = tl.sum(equal, 0)
+    tl.store(end + e, start + count)
+    if count > 0:
+        done = start
+        for first in range(0, N, CHUNK):
+            same = (tl.load(ids + first + lane, mask=first + lane < N, other=-1) == e).to(tl.int32)
+            rank = tl.cumsum(same, 0)
+            tl.store(order + done + rank - 1, first + lane, mask=same == 1)
+            done += tl.sum(same, 0)
+    # expert e may use tiles start // BM + e and on: never more than its neighbour leaves, so no prefix sum over experts
+    tile = start // BM + e
+    last = (start + count) // BM + e + 1
+    if e == P - 1:
+        last = num_tiles
+    for first in range(tile, last, CHUNK):
+        q = first + lane
+        real = (q - tile) * BM < count
+        tl.store(tile_expert + q, tl.where(real, e, -1), mask=q < last)
+        tl.store(tile_start + q, start + (q - tile) * BM, mask=q < last)
+
+
+def num_tiles(num_assignments: int, num_slots: int, block_m: int) -> int:
+    """Q: tiles that any choice of ids can need, and how `permute` numbers them."""
+    return num_assignments // block_m + num_slots
+
+
+def permute(ids_TJ: torch.Tensor, num_slots: int, block_m: int) -> Order:
+    """Stable order of the valid assignments by local expert id, cut into tiles of block_m rows; one launch.
+
+    ids_TJ int32 contiguous, invalid where outside 0..num_slots-1. What no tile refers to is left unwritten.
+    """
+    num, tiles = ids_TJ.numel(), num_tiles(ids_TJ.numel(), num_slots, block_m)
+    buffer = torch.empty(num + num_slots + 2 * tiles, dtype=torch.int32, device=ids_TJ.device)
+    order = Order(*buffer.split([num, num_slots, tiles, tiles]))
+    chunk = next(size for size in (128, CHUNK, 4 * CHUNK) if num <= size or size > CHUNK)
+    _permute[(num_slots,)](
+        ids_TJ, order.order_N, order.end_P, order.tile_expert_Q, order.tile_start_Q, num, tiles, P=num_slots,
+        BM=block_m, CHUNK=chunk, num_warps=4 if chunk <= CHUNK else 8,
+    )  # fmt: skip
+    return order
+
+
+@triton.jit
+def _activate(gate, up, ACT: tl.constexpr, CLAMP: tl.constexpr):
+    """The gated activation in fp32."""
+    if ACT == "silu":
+        return gate * tl.sigmoid(gate) * up
+    elif ACT == "gelu":
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    elif ACT == "gelu_tanh":
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate * tl.sigmoid(2.0 * inner) * up  # (1 + tanh z) / 2 = sigmoid(2 z)
+    else:
+        gate = tl.minimum(gate, CLAMP)
+        up = tl.minimum(tl.maximum(up, -CLAMP), CLAMP)
+        return (up + 1.0) * gate * tl.sigmoid(1.702 * gate)
+
+
+@triton.jit
+def _inline_rows(ids, tile, N, P: tl.constexpr, BM: tl.constexpr, NP: tl.constexpr):
+    """A tile's expert and rows without `permute`: tile n is real where assignment n is every BM-th of its expert.
+
+    Returns (expert or -1, n of each row or -1). For few assignments: every program looks at all of them.
+    """
+    n = tl.arange(0, NP)
+    found = tl.load(ids + n, mask=n < N, other=-1)
+    expert = tl.load(ids + tile)
+    same = found == expert
+    before = tl.sum((same & (n < tile)).to(tl.int32), 0)
+    rank = tl.cumsum(same.to(tl.int32), 0) - 1
+    row = before + tl.arange(0, BM)
+    n_M = tl.max(tl.where(same[None, :] & (rank[None, :] == row[:, None]), n[None, :], -1), 1)
+    real = (expert >= 0) & (expert < P) & (before % BM == 0)
+    return tl.where(real, expert, -1), n_M
+
+
+@triton.jit
+def _columns(w, base, first, k, column, column_ok, D: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr):
+    """W[base + column, k..k+BK) as [BK, BN], zero past D; the copy engine counts from `first`, the block's own row."""
+    if TMA:
+        return w.load([first, k]).T
+    else:
+        kk = k + tl.arange(0, BK)
+        ok = column_ok[None, :]
+        if D % BK != 0:
+            ok = ok & (kk < D)[:, None]
+        return tl.load(w + base * D + column[None, :] * D + kk[:, None], mask=ok, other=0.0)
+
+
+@triton.jit
+def _tile(
+    tile, block, a, w, bias, weights, out, ids, order, end, tile_expert, tile_start, N,
+    J: tl.constexpr, P: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
+    CLAMP: tl.constexpr, WEIGH: tl.constexpr, INLINE: tl.constexpr, NP: tl.constexpr, TMA_A: tl.constexpr, TMA_B: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One [BM, BN] tile. Gated: gate and up columns of W [P, 2C, D] at once, then the activation; else W [P, C, D]."""
+    if INLINE:
+        expert, n = _inline_rows(ids, tile, N, P, BM, NP)
+        row_ok = n >= 0
+        place = tl.where(row_ok, n, 0)
+        n = place
+        start = 0
+    else:
+        expert = tl.load(tile_expert + tile)
+        start = tl.load(tile_start + tile)
+        place = start + tl.arange(0, BM)
+        row_ok = (place < tl.load(end + expert, mask=expert >= 0, other=0)) & (expert >= 0)
+        n = tl.load(order + place, mask=row_ok, other=0)
+    if expert >= 0:
+        # the first product reads x by row and writes h by place; the second reads h by place and writes by assignment
+        if FIRST:
+            a_row = (n // J).to(tl.int64)
+            out_row = place.to(tl.int64)
+        else:
+            a_row = place.to(tl.int64)
+            out_row = n.to(tl.int64)
+        column = block * BN + tl.arange(0, BN)
+        column_ok = column < C
+        in_rows = 2 * C if GATED else C
+        base = expert.to(tl.int64) * in_rows
+        first = expert * in_rows + block * BN
+        scale = tl.zeros([BM], tl.float32)
+        if WEIGH != "no":
+            scale = tl.load(weights + n, mask=row_ok, other=0.0).to(tl.float32)
+        acc = tl.zeros([BM, BN], tl.float32)
+        acc_up = tl.zeros([BM, BN], tl.float32)
+        for k in tl.range(0, D, BK, num_stages=STAGES):
+            if TMA_A:
+                x = a.load([start, k])
+            else:
+                kk = k + tl.arange(0, BK)
+                ok = row_ok[:, None]
+                if D % BK != 0:
+                    ok = ok & (kk < D)[None, :]
+                x = tl.load(a + a_row[:, None] * D + kk[None, :], mask=ok, other=0.0)
+            if WEIGH == "input":
+                x = (x * scale.to(x.dtype)[:, None]).to(x.dtype)
+            b = _columns(w, base, first, k, column, column_ok, D, BK, TMA_B)
+            acc = tl.dot(x, b, acc, input_precision=PRECISION)
+            if GATED:
+                up = _columns(w, base + C, first + C, k, column, column_ok, D, BK, TMA_B)
+                acc_up = tl.dot(x, up, acc_up, input_precision=PRECISION)
+        if bias is not None:
+            acc += tl.load(bias + expert * in_rows + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                more = tl.load(bias + expert * in_rows + C + column, mask=column_ok, other=0.0)
+                acc_up += more.to(tl.float32)[None, :]
+        if GATED:
+            acc = _activate(acc, acc_up, ACT, CLAMP)
+        if WEIGH == "output":
+            acc *= scale[:, None]
+        tl.store(
+            out + out_row[:, None] * C + column[None, :], acc.to(out.dtype.element_ty),
+            mask=row_ok[:, None] & column_ok[None, :],
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["N", "tiles"])
+def _grouped(
+    a, w, bias, weights, out, ids, order, end, tile_expert, tile_start, N, tiles,
+    J: tl.constexpr, P: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
+    CLAMP: tl.constexpr, WEIGH: tl.constexpr, INLINE: tl.constexpr, NP: tl.constexpr, TMA_A: tl.constexpr, TMA_B: tl.constexpr,
+    PRECISION: tl.constexpr, PERSISTENT: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (C + BN - 1) // BN
+    if PERSISTENT:
+        for i in range(tl.program_id(0), tiles * blocks, tl.num_programs(0)):
+            _tile(i // blocks, i % blocks, a, w, bias, weights, out, ids, order, end, tile_expert, tile_start, N,
+                  J, P, C, D, BM, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, TMA_A, TMA_B,
+                  PRECISION)  # fmt: skip
+    else:
+        i = tl.program_id(0)
+        _tile(i // blocks, i % blocks, a, w, bias, weights, out, ids, order, end, tile_expert, tile_start, N,
+              J, P, C, D, BM, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, TMA_A, TMA_B,
+              PRECISION)  # fmt: skip
+
+
+def grouped_gemm(
+    a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, weights_TJ: torch.Tensor, ids_TJ: torch.Tensor,
+    order: Order | None, sizes: Sizes, block_m: int, tiling: Product, *, first: bool, gated: bool,
+) -> torch.Tensor:  # fmt: skip
+    """first: x [T, D] and W [P, 2F, D] -> h [N, F], or [N, 2F] not gated; else h [N, F] and W [P, D, F] -> out [N, D].
+
+    order None: every program finds its own rows, for few assignments. Rows of h stand in expert order where there is
+    one, else at n; out always at n. Rows of invalid slots are left unwritten. a's dtype in and out, fp32 accumulators.
+    """
+    num, width = ids_TJ.numel(), ids_TJ.shape[1]
+    depth = a.shape[1]
+    C = w.shape[1] // 2 if gated else w.shape[1]
+    out = torch.empty((num, C), dtype=a.dtype, device=a.device)
+    tiles = num if order is None else order.tile_expert_Q.shape[0]
+    tma = tiling.tma and _can_describe(w, depth)
+    tma_a = tma and not first and order is not None
+    weigh = "no"
+    if sizes.weighs and sizes.at_input == first:
+        weigh = "input" if first else "output"
+    total = tiles * triton.cdiv(C, tiling.block_n)
+    programs = min(total, tiling.persistent * _processors(a.device)) if tiling.persistent else total
+    _grouped[(programs,)](
+        TensorDescriptor.from_tensor(a, [block_m, tiling.block_k]) if tma_a else a,
+        TensorDescriptor.from_tensor(w.view(-1, depth), [tiling.block_n, tiling.block_k]) if tma else w,
+        bias, weights_TJ, out, ids_TJ if order is None else None, *(order or (None,) * 4), num, tiles,
+        J=width, P=sizes.num_slots, C=C, D=depth, BM=block_m, BN=tiling.block_n, BK=tiling.block_k,
+        STAGES=tiling.stages, FIRST=first, GATED=gated, ACT=sizes.activation.value, CLAMP=sizes.clamp or 0.0,
+        WEIGH=weigh, INLINE=order is None, NP=_padded(num) if order is None else 1, TMA_A=tma_a,
+        TMA_B=tma, PRECISION="ieee" if a.dtype is torch.float32 else "tf32", PERSISTENT=tiling.persistent > 0,
+        num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip
+    return out
+
+
+def _padded(num: int) -> int:
+    """Few sizes, so that few kernels are compiled."""
+    return 32 if num <= 32 else max(128, triton.next_power_of_2(num))
+
+
+def _can_describe(w: torch.Tensor, depth: int) -> bool:
+    """Whether rows of `depth` values can be read by the copy engine: 16-byte strides, and a Triton that has it."""
+    return TensorDescriptor is not None and depth * w.element_size() % 16 == 0
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@triton.jit
+def _combine(out, ids, y, J: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(J):
+        expert = tl.load(ids + t * J + j)
+        ok = (expert >= 0) & (expert < P) & (column < D)
+        total += tl.load(out + (t * J + j) * D + column, mask=ok, other=0.0).to(tl.float32)
+    tl.store(y + t * D + column, total.to(y.dtype.element_ty), mask=column < D)
+
+
+def combine(out_ND: torch.Tensor, ids_TJ: torch.Tensor, num_slots: int) -> torch.Tensor:
+    """y[t] = sum_j out[t * J + j] over valid slots, in slot order, fp32; out's dtype."""
+    (num_rows, width), hidden = ids_TJ.shape, out_ND.shape[1]
+    y_TD = torch.empty((num_rows, hidden), dtype=out_ND.dtype, device=out_ND.device)
+    block = 256 if num_rows < 256 else 1024
+    block = min(block, triton.next_power_of_2(hidden))
+    _combine[(num_rows, triton.cdiv(hidden, block))](
+        out_ND, ids_TJ, y_TD, J=width, P=num_slots, D=hidden, BLOCK=block, num_warps=2 if block <= 256 else 4
+    )
+    return y_TD
+
+
+@triton.jit
+def _gate_up_rows(
+    x, w, bias, weights, ids, h, J: tl.constexpr, P: tl.constexpr, F: tl.constexpr, D: tl.constexpr, BF: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, ACT: tl.constexpr, CLAMP: tl.constexpr, WEIGH: tl.constexpr,
+):  # fmt: skip
+    """BF units of one assignment: two dot products a unit, on the ordinary cores; memory is what limits one row."""
+    n = tl.program_id(1)
+    expert = tl.load(ids + n)
+    if (expert >= 0) & (expert < P):
+        f = tl.program_id(0) * BF + tl.arange(0, BF)
+        kk = tl.arange(0, BK)
+        rows = w + expert.to(tl.int64) * 2 * F * D + f[:, None] * D + kk[None, :]
+        gate = tl.zeros([BF, BK], tl.float32)
+        up = tl.zeros([BF, BK], tl.float32)
+        for k in tl.range(0, D, BK, num_stages=STAGES):
+            ok = (f < F)[:, None] & (k + kk < D)[None, :]
+            x_K = tl.load(x + n // J * D + k + kk, mask=k + kk < D, other=0.0)
+            if WEIGH == "input":
+                x_K *= tl.load(weights + n).to(x_K.dtype)
+            x_K = x_K.to(tl.float32)[None, :]
+            gate += tl.load(rows + k, mask=ok, other=0.0).to(tl.float32) * x_K
+            up += tl.load(rows + F * D + k, mask=ok, other=0.0).to(tl.float32) * x_K
+        gate_F, up_F = tl.sum(gate, 1), tl.sum(up, 1)
+        if bias is not None:
+            gate_F += tl.load(bias + expert * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
+            up_F += tl.load(bias + expert * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
+        tl.store(h + n * F + f, _activate(gate_F, up_F, ACT, CLAMP).to(h.dtype.element_ty), mask=f < F)
+
+
+@triton.jit
+def _down_rows(
+    h, w, bias, weights, ids, y, J: tl.constexpr, P: tl.constexpr, F: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, WEIGH: tl.constexpr,
+):  # fmt: skip
+    """BD channels of one row's sum over its slots, in slot order."""
+    t = tl.program_id(1)
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    kk = tl.arange(0, BK)
+    blocks: tl.constexpr = (F + BK - 1) // BK
+    acc = tl.zeros([BD, BK], tl.float32)
+    plain = tl.zeros([BD], tl.float32)
+    for i in tl.range(0, J * blocks, num_stages=STAGES):
+        n = t * J + i // blocks
+        k = i % blocks * BK + kk
+        expert = tl.load(ids + n)
+        live = (expert >= 0) & (expert < P)
+        ok = live & (k < F)
+        h_K = tl.load(h + n * F + k, mask=ok, other=0.0).to(tl.float32)
+        scale = 1.0
+        if WEIGH == "output":
+            scale = tl.load(weights + n, mask=live, other=0.0).to(tl.float32)
+            h_K *= scale
+        rows = w + expert.to(tl.int64) * D * F + d[:, None] * F + k[None, :]
+        acc += tl.load(rows, mask=(d < D)[:, None] & ok[None, :], other=0.0).to(tl.float32) * h_K[None, :]
+        if bias is not None:
+            first = live & (i % blocks == 0) & (d < D)
+            plain += tl.load(bias + expert * D + d, mask=first, other=0.0).to(tl.float32) * scale
+    tl.store(y + t * D + d, (tl.sum(acc, 1) + plain).to(y.dtype.element_ty), mask=d < D)
+
+
+def by_rows(x_TD: Any, gate_up_PHD: Any, down_PDF: Any, biases: tuple[Any, Any], ids_TJ: Any, weights_TJ: Any,
+            sizes: Sizes, config: Config) -> torch.Tensor:  # fmt: skip
+    """y_TD for one row, or very few that share no expert: two launches, each weight read once for each assignment."""
+    (num_rows, width), F, D = ids_TJ.shape, sizes.width, sizes.hidden
+    h_NF = torch.empty((num_rows * width, F), dtype=x_TD.dtype, device=x_TD.device)
+    y_TD = torch.empty_like(x_TD)
+    one, two = config.gate_up, config.down
+    _gate_up_rows[(triton.cdiv(F, one.block_n), num_rows * width)](
+        x_TD, gate_up_PHD, biases[0], weights_TJ, ids_TJ, h_NF, J=width, P=sizes.num_slots, F=F, D=D, BF=one.block_n,
+        BK=one.block_k, STAGES=one.stages, ACT=sizes.activation.value, CLAMP=sizes.clamp or 0.0,
+        WEIGH="input" if sizes.at_input and sizes.weighs else "no", num_warps=one.warps,
+    )  # fmt: skip
+    _down_rows[(triton.cdiv(D, two.block_n), num_rows)](
+        h_NF, down_PDF, biases[1], weights_TJ, ids_TJ, y_TD, J=width, P=sizes.num_slots, F=F, D=D, BD=two.block_n,
+        BK=two.block_k, STAGES=two.stages, WEIGH="output" if sizes.weighs and not sizes.at_input else "no",
+        num_warps=two.warps,
+    )  # fmt: skip
+    return y_TD
+
+
+def experts(
+    x_TD: torch.Tensor, gate_up_PHD: torch.Tensor, down_PDF: torch.Tensor,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None], ids_TJ: torch.Tensor, weights_TJ: torch.Tensor,
+    sizes: Sizes, config: Config, *, activate: Callable | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """y_TD in x's dtype; x_TD and W [P, 2F, D], [P, D, F] contiguous and of one dtype, ids_TJ int32, weights_TJ fp32.
+
+    activate(gate_NF, up_NF) -> h_NF, where given, runs between the products in place of the fused activation.
+    """
+    if x_TD.shape[0] == 0:
+        return torch.empty_like(x_TD)
+    if config.path == "rows" and activate is None:
+        return by_rows(x_TD, gate_up_PHD, down_PDF, biases, ids_TJ, weights_TJ, sizes, config)
+    block_m = max(16, config.block_m)
+    order = permute(ids_TJ, sizes.num_slots, block_m) if config.path == "ordered" else None
+    common = (weights_TJ, ids_TJ, order, sizes, block_m)
+    one, two = (PLAIN, PLAIN) if config.path == "rows" else (config.gate_up, config.down)
+    h_NF = grouped_gemm(x_TD, gate_up_PHD, biases[0], *common, one, first=True, gated=activate is None)
+    if activate is not None:
+        h_NF = activate(*h_NF.chunk(2, -1)).contiguous()
+    out_ND = grouped_gemm(h_NF, down_PDF, biases[1], *common, two, first=False, gated=False)
+    return combine(out_ND, ids_TJ, sizes.num_slots)

@@ -1,0 +1,315 @@
+"""Router kernel: logits to final ids and weights in one launch, one warp a row, nothing but registers in between.
+
+Invariant: the ids of kernels/ref/route.py for any logits at all: equal choices go to the lowest id, NaN comes last.
+T rows, E experts (identity experts included), G groups of M, K routed top-k, S shared slots, J = K + S, V vocabulary,
+X replica-table width. Positions p number experts with each group padded to a power of two.
+"""
+
+import struct
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from truegate.errors import Refused
+from truegate.law.contract import Drop, Sentinel
+from truegate.law.order import Routed, Tables
+from truegate.law.plan import Plan
+from truegate.law.spec import GroupScore, SelectOn, SharedGate
+
+MAX_EXPERTS, MAX_GROUPS = 1024, 32
+INTERPRETED = triton.knobs.runtime.interpret
+LEAST = tl.constexpr(-(2**31))  # taken, or no expert at all
+LAST = tl.constexpr(-(2**31) + 1)  # NaN: after -inf
+MOST = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _key(c):
+    """int32 in the order of fp32 c; -0 is 0. NaN is the caller's."""
+    bits = tl.where(c == 0, 0.0, c).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _value(key):
+    """The fp32 whose key this is; NaN for MOST."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exp(x, PRECISE: tl.constexpr):
+    """exp as torch's CUDA kernels compute it, so that equal scores are equal there too."""
+    if PRECISE:
+        return libdevice.exp(x)
+    else:
+        return tl.exp(x)
+
+
+@triton.jit
+def _elementwise(x, SCORE: tl.constexpr, PRECISE: tl.constexpr):
+    """s = sigmoid(x) or sqrt(log(1 + exp x)) in fp32."""
+    if SCORE == "sigmoid":
+        return tl.div_rn(1.0 + tl.zeros_like(x), 1.0 + _exp(-x, PRECISE))
+    else:
+        z = _exp(-tl.abs(x), PRECISE)
+        if PRECISE:
+            log = libdevice.log1p(z)
+        else:
+            u = 1.0 + z  # log(u) / (u - 1) makes up for what rounding 1 + z lost
+            log = tl.where(u == 1.0, z, tl.log(u) * z / tl.where(u == 1.0, 1.0, u - 1.0))
+        return tl.sqrt_rn(tl.maximum(x, 0.0) + log)
+
+
+@triton.jit
+def _kept_groups(c, inside, TOP2: tl.constexpr, KEPT: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+                 MP: tl.constexpr):  # fmt: skip
+    """Which groups are among the KEPT best: [GP] bool. A group with a NaN scores NaN and comes last."""
+    high = tl.reshape(tl.where(inside, tl.where(c != c, MOST, _key(c)), LEAST), [GP, MP])
+    first = tl.max(high, 1)
+    best = _value(first)
+    if TOP2:
+        m = tl.arange(0, MP)[None, :]
+        at = tl.min(tl.where(high == first[:, None], m, MP), 1)
+        best += _value(tl.max(tl.where(m == at[:, None], LEAST, high), 1))
+    g = tl.arange(0, GP)
+    key = tl.where(g < G, tl.where(best != best, LAST, _key(best)), LEAST)
+    ahead = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (g[None, :] < g[:, None]))
+    return tl.sum(ahead.to(tl.int32), 1) < KEPT
+
+
+@triton.jit
+def _route(
+    logits, bias, table, token_ids, gate, valid, home, replicas, count, ids_out, weights_out, logical_out, chosen_out,
+    identity_out, load_e, load_p, stride, width,
+    E: tl.constexpr, NUM_EXPERTS: tl.constexpr, K: tl.constexpr, S: tl.constexpr, JP: tl.constexpr, G: tl.constexpr,
+    M: tl.constexpr, GP: tl.constexpr, MP: tl.constexpr, SCORE: tl.constexpr, SELECT: tl.constexpr,
+    GROUPED: tl.constexpr, TOP2: tl.constexpr, KEPT: tl.constexpr, FILL: tl.constexpr, FILL_KEY: tl.constexpr,
+    DENOMINATOR: tl.constexpr, EPS: tl.constexpr, FACTOR: tl.constexpr, KERNEL: tl.constexpr, SHARED: tl.constexpr,
+    NUM_SLOTS: tl.constexpr, PER_RANK: tl.constexpr, LAYOUT: tl.constexpr, PAD: tl.constexpr, DROP: tl.constexpr,
+    EDGE_SLOTS: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * stride
+    p = tl.arange(0, GP * MP)
+    e = p // MP * M + p % MP
+    inside = (p // MP < G) & (p % MP < M)
+    j = tl.arange(0, JP)
+    is_routed = j < K
+    row_ok = True
+    if valid is not None:
+        row_ok = tl.load(valid + row) != 0
+    kept = 0
+    top = 0.0
+    total = 1.0
+    if SELECT == "hash":
+        token = tl.load(token_ids + row, mask=row_ok, other=0)
+        ids = tl.load(table + token * K + j, mask=is_routed, other=0).to(tl.int32)
+    if SELECT != "hash" or SCORE == "softmax":
+        x = tl.load(logits + e, mask=inside, other=-float("inf"))
+        if SCORE == "softmax":
+            top = tl.max(x, 0)
+            z = _exp(x - top, PRECISE)
+            total = tl.sum(z, 0)
+    if SELECT != "hash":
+        c = x
+        if SELECT == "scores":
+            if SCORE == "softmax":
+                c = tl.div_rn(z, total + tl.zeros_like(z))
+            else:
+                c = _elementwise(x, SCORE, PRECISE)
+        if bias is not None:
+            c += tl.load(bias + e, mask=inside, other=0.0)
+        key = tl.where(c != c, LAST, _key(c))
+        if GROUPED:
+            kept_G = _kept_groups(c, inside, TOP2, KEPT, G, GP, MP)
+            kept = tl.sum(tl.where(kept_G, 1 << tl.arange(0, GP), 0), 0)
+            kept_GM = tl.broadcast_to(kept_G[:, None], [GP, MP])
+            key = tl.where(tl.reshape(kept_GM, [GP * MP]), key, FILL_KEY)
+        key = tl.where(inside, key, LEAST)
+        ids = tl.zeros([JP], tl.int32)
+        for k in tl.static_range(K):
+            best = tl.max(key, 0)
+            at = tl.min(tl.where(key == best, p, MOST), 0)  # equal choices: lowest id
+            key = tl.where(p == at, LEAST, key)
+            ids = tl.where(j == k, at, ids)
+        ids = ids // MP * M + ids % MP
+
+    # the weights, from the chosen logits read again: the same arithmetic gives the same scores
+    x_J = tl.load(logits + ids, mask=is_routed, other=-float("inf"))
+    if DENOMINATOR == "softmax_topk":
+        u = _exp(x_J - tl.max(x_J, 0), PRECISE)
+        u = tl.div_rn(u, tl.sum(u, 0) + tl.zeros_like(u))
+    else:
+        if SCORE == "softmax":
+            u = tl.div_rn(_exp(x_J - top, PRECISE), total + tl.zeros_like(x_J))
+        else:
+            u = _elementwise(x_J, SCORE, PRECISE)
+        if GROUPED and bias is None:  # a dropped expert, chosen where its fill ties a kept zero, weighs the fill
+            u = tl.where((kept >> ids // M) & 1 == 1, u, FILL)
+        if DENOMINATOR != "none":
+            whole = tl.sum(tl.where(is_routed, u, 0.0), 0)
+            if DENOMINATOR == "sum_at_least":
+                whole = tl.where(whole < EPS, EPS, whole)
+            elif EPS > 0:
+                whole += EPS
+            u = tl.div_rn(u, whole + tl.zeros_like(u))
+    if FACTOR != 1.0:
+        u *= FACTOR
+    row64 = row.to(tl.int64)
+    tl.store(logical_out + row64 * K + j, ids.to(tl.int64), mask=is_routed)
+    tl.store(chosen_out + row64 * K + j, u, mask=is_routed)
+
+    # the order law: legal ids for invalid rows, count, replicas, shared slots, layout, padding rule, cast
+    ok = is_routed & row_ok
+    ids = tl.where(ok, ids, (row * K + j) % E)
+    if NUM_EXPERTS < E:
+        is_identity = ids >= NUM_EXPERTS
+        share = tl.sum(tl.where(ok & is_identity, u, 0.0), 0)
+        if KERNEL != 1.0:
+            share *= KERNEL
+        tl.store(identity_out + row, share)
+        ok = ok & (ids < NUM_EXPERTS)
+        ids = tl.where(is_identity, (row * K + j) % NUM_EXPERTS, ids)
+    if load_e is not None:
+        tl.atomic_add(load_e + ids, tl.full([JP], 1, tl.int64), mask=ok, sem="relaxed")
+    if replicas is not None:
+        which = (row + ids) % tl.load(count + ids)
+        ids = tl.load(replicas + ids.to(tl.int64) * width + which).to(tl.int32)
+    if load_p is not None:
+        tl.atomic_add(load_p + ids, tl.full([JP], 1, tl.int64), mask=ok, sem="relaxed")
+    if S > 0:
+        first = NUM_SLOTS
+        if LAYOUT == "per_rank":
+            ids += ids // PER_RANK * S
+            first = PER_RANK
+            if home is not None:
+                first += tl.load(home + row).to(tl.int32) * (PER_RANK + S)
+        shared = SHARED
+        if gate is not None:
+            shared = tl.load(gate + row) * SHARED
+        ids = tl.where(is_routed, ids, first + j - K)
+        u = tl.where(is_routed, u, shared)
+        ok = ok | ((j >= K) & row_ok)
+    if PAD == "drop":
+        ids = tl.where(ok, ids, DROP)
+    elif PAD == "sentinel":
+        ids = tl.where(ok, ids, EDGE_SLOTS)
+    else:
+        ids = tl.where(ok, ids, (row * (K + S) + j) % EDGE_SLOTS)
+    out = row64 * (K + S) + j
+    tl.store(ids_out + out, ids.to(ids_out.dtype.element_ty), mask=j < K + S)
+    tl.store(weights_out + out, tl.where(ok, u, 0.0).to(weights_out.dtype.element_ty), mask=j < K + S)
+
+
+def _power_of_two(n: int) -> int:
+    return triton.next_power_of_2(n)
+
+
+def _sortable(value: float) -> int:
+    """`_key` of a number on the host."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", value + 0.0))
+    return bits ^ 0x7FFFFFFF if bits < 0 else bits
+
+
+class Route:
+    """A plan's router as one kernel: what the plan fixes is compiled in, so a layer kind compiles once."""
+
+    def __init__(self, plan: Plan):
+        spec, groups = plan.spec, plan.spec.groups
+        if spec.num_choices > MAX_EXPERTS or (groups is not None and groups.count > MAX_GROUPS):
+            raise Refused(
+                f"router triton handles up to {MAX_EXPERTS} experts in {MAX_GROUPS} groups, {spec.family} has "
+                f"{spec.num_choices} in {groups.count if groups else 1}; use --router torch"
+            )
+        self.plan = plan
+        count = groups.count if groups is not None else 1
+        size = spec.num_choices // count
+        pad = plan.send.pad
+        self.width = spec.top_k + plan.num_shared
+        self.constants: dict[str, Any] = {
+            "E": spec.num_choices, "NUM_EXPERTS": spec.num_experts, "K": spec.top_k, "S": plan.num_shared,
+            "JP": _power_of_two(self.width), "G": count, "M": size, "GP": _power_of_two(count),
+            "MP": _power_of_two(size), "SCORE": spec.score.value, "SELECT": spec.select_on.value,
+            "GROUPED": groups is not None and groups.kept < groups.count,
+            "TOP2": groups is not None and groups.score is GroupScore.TOP2_SUM,
+            "KEPT": groups.kept if groups is not None else 1,
+            "FILL": groups.fill if groups is not None else 0.0,
+            "FILL_KEY": _sortable(groups.fill if groups is not None else 0.0),
+            "DENOMINATOR": spec.denominator.value, "EPS": spec.eps, "FACTOR": float(plan.scales.plan),
+            "KERNEL": float(plan.scales.kernel), "SHARED": float(plan.scales.shared),
+            "NUM_SLOTS": plan.placement.num_slots, "PER_RANK": plan.placement.slots_per_rank,
+            "LAYOUT": plan.shared_layout.value,
+            "PAD": "drop" if isinstance(pad, Drop) else "sentinel" if isinstance(pad, Sentinel) else "zero_weight",
+            "DROP": pad.value if isinstance(pad, Drop) else 0, "EDGE_SLOTS": plan.send.num_slots,
+            "PRECISE": not INTERPRETED,
+        }  # fmt: skip
+        self.needs_gate = spec.shared is not None and spec.shared.gate is SharedGate.SIGMOID
+        self.id_dtype = getattr(torch, plan.send.id_dtype)
+        self.weight_dtype = getattr(torch, plan.send.weight_dtype)
+
+    def __call__(
+        self,
+        logits_TE: torch.Tensor,
+        *,
+        bias_E: torch.Tensor | None = None,
+        token_ids_T: torch.Tensor | None = None,
+        table_VK: torch.Tensor | None = None,
+        shared_gate_T: torch.Tensor | None = None,
+        valid_T: torch.Tensor | None = None,
+        home_T: torch.Tensor | None = None,
+        tables: Tables | None = None,
+        load_E: torch.Tensor | None = None,
+        load_P: torch.Tensor | None = None,
+    ) -> Routed:
+        """logits_TE fp32 -> Routed as `order.realise` gives it, on the logits' device, without a host sync.
+
+        bias_E and shared_gate_T fp32; token_ids_T, home_T, table_VK and the placement's tables int64; valid_T bool.
+        load_E and load_P int64, where given, are added to: rows per logical expert and per physical slot.
+        """
+        self._check(logits_TE, bias_E, token_ids_T, table_VK, shared_gate_T)
+        spec, num_rows, device = self.plan.spec, logits_TE.shape[0], logits_TE.device
+        routed, laid = (num_rows, spec.top_k), (num_rows, self.width)
+        ids_TJ = torch.empty(laid, dtype=self.id_dtype, device=device)
+        weights_TJ = torch.empty(laid, dtype=self.weight_dtype, device=device)
+        logical_TK = torch.empty(routed, dtype=torch.int64, device=device)
+        chosen_TK = torch.empty(routed, dtype=torch.float32, device=device)
+        identity_T = torch.empty(num_rows, dtype=torch.float32, device=device) if spec.num_identity else None
+        if num_rows:
+            placed = tables or (None, None)
+            fused_gate = shared_gate_T if self.plan.num_shared else None
+            with _on(device):
+                _route[(num_rows,)](
+                    logits_TE, bias_E, table_VK, token_ids_T, fused_gate, valid_T, home_T, *placed, ids_TJ, weights_TJ,
+                    logical_TK, chosen_TK, identity_T, load_E, load_P, logits_TE.stride(0),
+                    0 if tables is None else tables.replicas_EX.shape[1], **self.constants, num_warps=1,
+                )  # fmt: skip
+        return Routed(
+            ids_TJ=ids_TJ, weights_TJ=weights_TJ, valid_T=valid_T, identity_T=identity_T,
+            shared_gate_T=shared_gate_T if self.plan.num_shared == 0 else None, load_E=load_E, load_P=load_P,
+            logical_TK=logical_TK, chosen_TK=chosen_TK,
+        )  # fmt: skip
+
+    def _check(self, logits_TE: Any, bias_E: Any, token_ids_T: Any, table_VK: Any, gate_T: Any) -> None:
+        """What the kernel would misread: other dtypes and widths, inputs the spec does not ask for or lacks."""
+        spec = self.plan.spec
+        if logits_TE.dtype is not torch.float32 or (logits_TE.numel() and logits_TE.stride(-1) != 1):
+            raise TypeError(f"router logits are {logits_TE.dtype}, must be float32 with contiguous rows")
+        if logits_TE.ndim != 2 or logits_TE.shape[1] != spec.num_choices:
+            raise ValueError(f"{spec.family}: logits are {tuple(logits_TE.shape)}, must be (T, {spec.num_choices})")
+        hashed = spec.select_on is SelectOn.HASH
+        for name, given, wanted in (
+            ("bias_E", bias_E, spec.has_selection_bias), ("shared_gate_T", gate_T, self.needs_gate),
+            ("token_ids_T", token_ids_T, hashed), ("table_VK", table_VK, hashed),
+        ):  # fmt: skip
+            if (given is not None) != wanted:
+                raise ValueError(f"{spec.family}: {name} is {'missing' if wanted else 'given and not asked for'}")
+
+
+def _on(device: torch.device) -> Any:
+    """The device's context: Triton launches on the current one."""
+    from contextlib import nullcontext
+
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,100 @@
+"""Tilings of the expert kernels: measured ones from tuned.json, else by the expected rows an expert.
+
+Invariant: a tiling changes speed, never what is computed. benchmarks/tune_experts.py writes the file.
+T rows, J slots a row, P local experts, D hidden, F expert width.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+TABLE = Path(__file__).with_name("tuned.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """A grouped product's tile [BM, block_n], block_k deep; persistent: programs a processor, 0 for one a tile."""
+
+    block_n: int
+    block_k: int
+    stages: int
+    warps: int
+    tma: bool = False  # read what is contiguous through the copy engine, where there is one
+    persistent: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """path "rows": no tiles, block_n is units a program; "inline": each program finds its rows; "ordered": permute."""
+
+    path: str
+    block_m: int
+    gate_up: Product
+    down: Product
+
+
+def _same(block_m: int, n: int, k: int, stages: int, warps: int, *, path: str = "ordered", **more: Any) -> Config:
+    tiling = Product(block_n=n, block_k=k, stages=stages, warps=warps, **more)
+    wider = Product(block_n=2 * n, block_k=k, stages=stages, warps=warps, **more)  # gated products hold two tiles
+    return Config(path=path, block_m=block_m, gate_up=tiling, down=wider)
+
+
+ROWS = Config(
+    path="rows", block_m=1, gate_up=Product(block_n=4, block_k=512, stages=2, warps=4),
+    down=Product(block_n=4, block_k=512, stages=3, warps=4),
+)  # fmt: skip
+INLINE_ASSIGNMENTS = 128  # above it, every program looking at all ids costs more than a launch
+
+
+def default(num_rows: int, width: int, num_slots: int, share: float, element_size: int) -> Config:
+    """A tiling by N and by rows an expert, N * share / P; share is the part of assignments that is local."""
+    num = num_rows * width
+    if num_rows == 1:
+        return ROWS
+    each = num * share / num_slots
+    if element_size == 4:
+        return _same(16, 32, 32, 2, 4)
+    if num <= INLINE_ASSIGNMENTS:
+        return _same(16, 32, 128, 4, 4, path="inline")
+    if each <= 8:
+        return _same(16 if each <= 4 else 32, 64, 128, 3, 4)
+    if each <= 64:
+        return _same(64, 64, 64, 3, 4)
+    return _same(128, 128, 64, 3, 8, tma=True)
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return json.loads(TABLE.read_text()) if TABLE.exists() else {}
+
+
+def shape_key(*, width: int, num_slots: int, hidden: int, expert_width: int, share: float) -> str:
+    return f"P{num_slots} of {round(num_slots / share)} J{width} D{hidden} F{expert_width}"
+
+
+def config_of(
+    device: str, *, num_rows: int, width: int, num_slots: int, hidden: int, expert_width: int, share: float,
+    element_size: int,
+) -> Config:  # fmt: skip
+    """The tuned tiling of the nearest row count on a log scale, for 2-byte values on that device; else the default."""
+    key = shape_key(width=width, num_slots=num_slots, hidden=hidden, expert_width=expert_width, share=share)
+    tuned = _table().get(device, {}).get(key, {}) if element_size == 2 else {}
+    if not tuned or (num_rows == 1 and "1" not in tuned):
+        return default(num_rows, width, num_slots, share, element_size)
+    fitting = [int(t) for t in tuned if (tuned[t]["path"] == "rows") == (num_rows == 1)]
+    nearest = min(fitting, key=lambda t: abs(t / num_rows if t > num_rows else num_rows / t))
+    found = from_json(tuned[str(nearest)])
+    if found.path == "inline" and num_rows * width > 2 * INLINE_ASSIGNMENTS:
+        return default(num_rows, width, num_slots, share, element_size)
+    return found
+
+
+def from_json(entry: dict[str, Any]) -> Config:
+    products = {name: Product(**entry[name]) for name in ("gate_up", "down")}
+    return Config(path=entry["path"], block_m=entry["block_m"], **products)
+
+
+def to_json(config: Config) -> dict[str, Any]:
+    return asdict(config)

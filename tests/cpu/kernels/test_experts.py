@@ -1,0 +1,82 @@
+"""The expert kernels, interpreted, are their twins at every path and read nothing that no valid slot names."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels run interpreted where triton is installed")
+
+import experts_cases as cases
+
+from truegate.kernels import experts as kernels
+from truegate.kernels.ref import experts as twin
+from truegate.law.spec import Activation
+
+PATHS = {
+    "rows": cases.tiling("rows", 1, 16, 16),
+    "inline": cases.tiling("inline", 16, 16, 16),
+    "ordered": cases.tiling("ordered", 16, 16, 16),
+    "persistent": cases.tiling("ordered", 16, 16, 16, persistent=1),
+    "copy engine": cases.tiling("ordered", 16, 16, 16, tma=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "num_rows", "slots"),
+    [*((path, 3, 3) for path in PATHS), ("rows", 1, 2), ("inline", 20, 2), ("ordered", 20, 2)],
+)
+def test_experts_are_their_twin(path, num_rows, slots):
+    one = cases.layer(5, 24, 20, unused=(1,))  # 24 and 20: neither a multiple of the tile
+    x, ids, weights = cases.rows(one, num_rows, slots)
+    got = cases.run(one, PATHS[path], x, ids, weights)
+    assert cases.worst(got, cases.reference(one, x, ids, weights)) < 1e-6
+
+
+@pytest.mark.parametrize("path", ["rows", "ordered"])
+@pytest.mark.parametrize("activation", Activation, ids=str)
+@pytest.mark.parametrize("at_input", [False, True], ids=["output", "input"])
+def test_activations_biases_and_both_sides_of_the_weight(path, activation, at_input):
+    one = cases.layer(3, 16, 16, activation=activation, at_input=at_input, bias=True)
+    x, ids, weights = cases.rows(one, 4, 2)
+    got = cases.run(one, PATHS[path], x, ids, weights)
+    assert cases.worst(got, cases.reference(one, x, ids, weights)) < 2e-6
+
+
+@pytest.mark.parametrize("path", ["rows", "inline", "ordered"])
+def test_narrow_dtypes_accumulate_in_fp32(path):
+    """fp16: the interpreter multiplies bf16 as if its bits were integers; tests/gpu has it."""
+    one = cases.layer(3, 32, 16, dtype=torch.float16)
+    x, ids, weights = cases.rows(one, 3, 2)
+    got = cases.run(one, PATHS[path], x, ids, weights)
+    assert got.dtype == torch.float16
+    assert cases.worst(got, cases.reference(one, x, ids, weights)) < 1e-2
+
+
+@pytest.mark.parametrize("path", ["inline", "ordered", "persistent"])
+def test_an_expert_with_more_rows_than_a_tile(path):
+    one = cases.layer(4, 16, 16)
+    x, ids, weights = cases.rows(one, 41, 1, crowd=True, drop=0.1)
+    got = cases.run(one, PATHS[path], x, ids, weights)
+    assert cases.worst(got, cases.reference(one, x, ids, weights)) < 1e-6
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_nothing_valid_gives_zeros(path):
+    one = cases.layer(3, 16, 16, unused=(0, 1, 2))
+    x = torch.full((3, 16), cases.NAN)
+    ids = torch.tensor([[-1, 3], [7, -5], [3, 3]], dtype=torch.int32)
+    assert (cases.run(one, PATHS[path], x, ids, torch.full((3, 2), cases.NAN)) == 0).all()
+
+
+@pytest.mark.parametrize(("num_rows", "slots"), [(1, 1), (7, 3), (150, 2), (700, 2)])
+@pytest.mark.parametrize("block_m", [16, 64])
+def test_permute_is_a_stable_sort_by_expert_and_its_tiles_cover_it(num_rows, slots, block_m):
+    num_slots = 9
+    ids = torch.randint(-2, num_slots + 2, (num_rows, slots), generator=torch.Generator().manual_seed(num_rows))
+    ids[ids == 4] = 5  # an expert without rows
+    ids = ids.to(torch.int32)
+    got = kernels.permute(ids, num_slots, block_m)
+    order, tiles = twin.permute(ids, num_slots, block_m)
+    assert torch.equal(got.order_N[: len(order)], order)
+    found = [(e, s) for e, s in zip(got.tile_expert_Q.tolist(), got.tile_start_Q.tolist(), strict=True) if e >= 0]
+    assert found == tiles
+    assert got.end_P.tolist() == [int(((ids >= 0) & (ids <= e)).sum()) for e in range(num_slots)]
