@@ -98,7 +98,7 @@ def by_the_engine(folder: Path) -> Ask:
 
 
 def figures(asked: list[Problem], replies: list[Reply], steps: int) -> dict[str, object]:
-    """Shares of the replies: exact, looped at the end, cut at the limit, ended with fewer steps worked than there are."""
+    """Shares of the replies: exact, looped at the end, cut at the limit, ended before the last step."""
     right = [r.finished and r.text.rpartition("#### ")[2].strip() == p.answer
              for p, r in zip(asked, replies, strict=True)]  # fmt: skip
     looped = [find_loop(r.text).looped for r in replies]
