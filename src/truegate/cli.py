@@ -65,6 +65,8 @@ def run(
     seed: Annotated[int | None, typer.Option(help="Makes a sampled answer repeatable.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print times and speed to standard error.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.")] = None,
 ) -> None:
     """Answer one prompt in this process, streamed to the terminal."""
     from truegate.llm import run_prompt
@@ -72,7 +74,7 @@ def run(
 
     text = sys.stdin.read() if prompt == "-" else prompt
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    run_prompt(text, model=model, params=params, raw=raw, stats=stats)
+    run_prompt(text, model=model, params=params, raw=raw, stats=stats, device=device, dtype=dtype)
 
 
 def main() -> None:

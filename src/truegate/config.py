@@ -10,6 +10,7 @@ from truegate.errors import UserError
 
 DTYPES = ("float32", "bfloat16", "float16")
 GIB = 1 << 30
+MAX_SPLITS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +29,7 @@ class EngineConfig:
     prefix_cache: bool = True
     overlap: bool | None = None  # launch a step before the last one's tokens are read; default: on a GPU
     cuda_graphs: bool | None = None  # replay captured decode steps; default: on a GPU, if the MoE backends allow it
-    attention_splits: int | None = None  # cut every decode context into so many parts; None: as many as fill the GPU
+    attention_splits: int | None = None  # parts (a power of two) of every decode context; None: what fills the GPU
     load_format: str = "checkpoint"  # "dummy": random weights, config.json alone is read (to measure speed)
     experts: str | None = None  # file of moe/experts; None: the device's default
     dispatch: str | None = None  # file of moe/dispatch
@@ -74,6 +75,9 @@ def resolve(config: EngineConfig, *, cuda: bool) -> EngineConfig:
         value = getattr(config, name)
         if value is not None and not value > 0:
             raise UserError(f"{name} must be above 0, got {value!r}")
+    splits = config.attention_splits
+    if splits is not None and (splits > MAX_SPLITS or splits & (splits - 1)):
+        raise UserError(f"attention_splits must be a power of two up to {MAX_SPLITS}, got {splits}")
     if config.mem_fraction is not None and not 0 < config.mem_fraction <= 1:
         raise UserError(f"mem_fraction must be above 0 and at most 1, got {config.mem_fraction!r}")
     if config.mem_fraction is not None and config.kv_cache_gib is not None:

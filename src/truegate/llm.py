@@ -86,6 +86,8 @@ class LLM:
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         self.engine = Engine(_config(model, settings))
+        if self.engine.tokenizer is None:
+            raise UserError(f"{model} has no tokenizer.json: use truegate.engine.core.Engine with token ids")
         self._numbers = itertools.count()
 
     @property
@@ -242,10 +244,12 @@ class _Collector:
         return entries
 
 
-def run_prompt(prompt: str, *, model: str | None, params: SamplingParams, raw: bool, stats: bool) -> None:
+def run_prompt(
+    prompt: str, *, model: str | None, params: SamplingParams, raw: bool, stats: bool, **settings: Any
+) -> None:
     """`truegate run`: print the answer as it comes."""
     began = time.monotonic()
-    with LLM(model, max_running=1) as llm:
+    with LLM(model, max_running=1, **settings) as llm:
         ready = time.monotonic()
         plain = raw or llm.tokenizer.chat_template is None
         first, count, ended = None, 0, None

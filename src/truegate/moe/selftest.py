@@ -11,11 +11,14 @@ import torch
 
 from truegate.law.explain import Explanation, explain, misfit
 from truegate.law.select import select
+from truegate.moe.backends import not_capturable
 from truegate.moe.basis import CURVED, Instrument, Measured, Step
+from truegate.moe.captured import CapturedLayer
 from truegate.moe.layer import MoELayer
 from truegate.moe.recorder import Recorder
 
 SIZES = (1, 2, 3, 5, 8, 9, 17, 33)  # on and off every grid of captured batch sizes
+CAPTURED_SIZES = (1, 3, 5, 9, 17, 33)  # row counts that pad a captured graph
 CROWD = 300  # equal rows: every chosen expert gets more than 256
 MIXED = 96  # rows of the measurements whose choices near-ties decide
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -93,6 +96,11 @@ def _readings(layer: MoELayer, seed: int) -> list[tuple[str, float, Measured]]:
     plain = Instrument(layer, seed=seed)
     tolerance = _tolerance(plain)
     found = [(f"{n} rows", tolerance, plain.measure(plain.rows(n, seed=seed))) for n in SIZES]
+    if layer.w_down.is_cuda and not_capturable([layer.backends]) is None:
+        captured = CapturedLayer(layer)
+        for n in CAPTURED_SIZES:
+            reading = plain.measure(plain.rows(n, seed=seed), run=captured)
+            found.append((f"{n} rows captured", tolerance, reading))
     crowd_TD = plain.rows(1, seed=seed + 1).expand(CROWD, -1).contiguous()
     found.append((f"{CROWD} equal rows", tolerance, plain.measure(crowd_TD)))
     for around in (3.0, -3.0) if layer.selection_bias is not None else (0.0,):

@@ -48,6 +48,15 @@ def serve(
     overlap: Annotated[
         bool | None, typer.Option(help="Launch a step before the last one is read.", rich_help_panel=ENGINE)
     ] = None,
+    cuda_graphs: Annotated[
+        bool | None, typer.Option(help="Replay captured decode steps; default: on a GPU.", rich_help_panel=ENGINE)
+    ] = None,
+    attention_splits: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Cut every context in so many parts, whatever the batch (GPU).", rich_help_panel=ENGINE
+        ),
+    ] = None,
     router: Annotated[str | None, typer.Option(help="A file of moe/routers.", rich_help_panel=ENGINE)] = None,
     experts: Annotated[str | None, typer.Option(help="A file of moe/experts.", rich_help_panel=ENGINE)] = None,
     dispatch: Annotated[str | None, typer.Option(help="A file of moe/dispatch.", rich_help_panel=ENGINE)] = None,
@@ -102,6 +111,8 @@ def serve(
         chunked_prefill_tokens=chunked_prefill_tokens,
         prefix_cache=prefix_cache,
         overlap=overlap,
+        cuda_graphs=cuda_graphs,
+        attention_splits=attention_splits,
         router=router,
         experts=experts,
         dispatch=dispatch,
