@@ -103,6 +103,32 @@ def test_the_worked_solution_computes_right_and_ends_with_the_answer(steps: int)
             assert eval(f"{a} {'//' if sign == '/' else sign} {b}") == int(result)
 
 
+@pytest.mark.parametrize("steps", [1, 6, 14, 24, 40])
+def test_the_closing_line_names_what_is_asked_and_computes_it(steps: int) -> None:
+    for problem in problems(steps=steps, count=40, seed=13):
+        asked = re.split(r"(?<=[.]) (?=[A-Z])", problem.question)[-1]
+        closing = problem.solution.splitlines()[-2]
+        what = re.fullmatch(rf"Asked: (?:{NAME} {THING} = \d+|all {THING}\. .*)\.", closing)
+        assert what, closing
+        assert all(word in asked for word in what.groups() if word and word != "things"), problem.question
+        assert re.findall(r"\d+", closing)[-1] == problem.answer
+        if what[3]:
+            listed, total = closing.split(", total ")
+            values = [int(n) for n in re.findall(r"= (\d+)", listed)]
+            assert sum(values) == int(problem.answer)
+            assert int(total.split()[0]) == values[0]
+
+
+def test_a_short_problem_can_be_as_hard_by_the_step_as_a_long_one() -> None:
+    def accounts(like: int | None) -> set[int]:
+        rng = random.Random(3)
+        asked = [word_problem(rng, steps=4, split="train", like=like) for _ in range(40)]
+        return {p.solution.splitlines()[0].count(" = ") for p in asked}
+
+    assert accounts(None) == {1}
+    assert accounts(40) == {3}
+
+
 def test_plain_sums_are_right() -> None:
     for problem in sums(count=300, seed=3):
         a, sign, b, result = re.match(r"(\d+) ([-+*]) (\d+) = (\d+)\n", problem.solution).groups()
