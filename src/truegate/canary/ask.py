@@ -6,15 +6,19 @@ Invariant: an observation says which probe was asked and under which conditions;
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from truegate.canary.api import Api, Completion, Refusal, Server, ServerLost
 from truegate.canary.definition import Kind
-from truegate.canary.manifest import Manifest
+from truegate.canary.fingerprint import mismatch
+from truegate.canary.manifest import FINGERPRINTS, Manifest
 
 OFF_GRID = (3, 5, 7, 9, 15, 17, 23, 33, 63, 65, 127, 129, 255, 257)  # beside the sizes that engines capture graphs for
 LONG = (7, 33, 129, 300)
+BETWEEN = "between phases"
+_PLACES = 6  # probes asked between phases: did experts move since?
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Observation:
     row: int = 0
     position: int = 0  # of the probe in its sequence
     error: str | None = None
+    check: int = -1  # of observations between phases: after how many phases
 
 
 @dataclass(frozen=True)
@@ -90,12 +95,50 @@ class Asker:
         """Every phase that this server's API allows, in order."""
         phases = self._logprob_phases() if self.api.top else self._greedy_phases()
         try:
-            for name, phase in phases:
+            for number, (name, phase) in enumerate(phases):
+                if not number:
+                    self._check(0, name)
                 self._phase(name, phase)
+                self._check(number + 1, name)
         except ServerLost as lost:
             self.evidence.lost = str(lost)
         self.evidence.num_requests = self.client.num_requests
+        if BETWEEN in self.evidence.phases:
+            self.evidence.phases[BETWEEN] = self.evidence.phases.pop(BETWEEN)  # listed last
         return self.evidence
+
+    def _check(self, number: int, phase: str) -> None:
+        """Between phases: is it still this checkpoint, and does each expert still stand where it stood?"""
+        index = number % FINGERPRINTS
+        probes = [index, *(self._places if self.api.top else [])]
+        try:
+            if self.api.batched:
+                answers = self.client.complete(self.api, [self._tokens([p]) for p in probes], 1)
+            else:
+                answers = [self.client.complete(self.api, [self._tokens([p])], 1)[0] for p in probes]
+            problem = mismatch(self.manifest, self.api, index, answers[0])
+            if problem is not None:  # in a batch, a row can hold another's answer: ask again, alone
+                answers[0] = self.client.complete(self.api, [self._tokens([index])], 1)[0]
+                problem = mismatch(self.manifest, self.api, index, answers[0])
+        except Refusal:
+            return  # no evidence about routing; a phase that is refused says so
+        if problem is not None:
+            e = self.evidence  # what this phase saw may be another checkpoint's already
+            e.observations = [o for o in e.observations if o.phase != phase]
+            e.answers = [a for a in e.answers if a.phase != phase]
+            raise ServerLost(f"the server was restarted or reloaded during {phase}: {problem}")
+        batch = len(probes) if self.api.batched else 1
+        for row, (probe, answer) in enumerate(zip(probes[1:], answers[1:], strict=True)):
+            top = answer.tops[0] if answer.tops else {}
+            self.evidence.observations.append(Observation(BETWEEN, probe, top, batch, row + 1, check=number))
+        asked = f"a fingerprint token{f' and {len(probes) - 1} probes' if len(probes) > 1 else ''}"
+        self.evidence.phases[BETWEEN] = f"{asked}, before the first phase and after each"
+
+    @cached_property
+    def _places(self) -> list[int]:
+        """Plain probes spread over layers and experts."""
+        plain = [p.index for p in self.manifest.probes if p.kind is Kind.PLAIN]
+        return [plain[i] for i in np.linspace(0, len(plain) - 1, min(_PLACES, len(plain))).astype(int)]
 
     def _phase(self, name: str, phase: Callable[[str], str]) -> None:
         self.progress(name)
@@ -123,10 +166,14 @@ class Asker:
         yield "same experts", self._same_experts
         yield "one rank", self._one_rank
         yield f"{e.streams} streams", self._streams
+        yield "mixed", self._mixed
         yield "shrinking batch", self._shrinking
         yield "prefix cache", self._prefix_cache
-        for rank in range(e.dp_ranks if e.dp_ranks > 1 else 0):
-            yield f"data-parallel rank {rank}", self._on_rank(rank)
+        if e.dp_ranks > 1:
+            for rank in range(e.dp_ranks):
+                yield f"data-parallel rank {rank}", self._on_rank(rank)
+            for streams in (e.dp_ranks - 1, e.dp_ranks + 1):
+                yield f"{streams} stream{'s' * (streams > 1)} on {e.dp_ranks} ranks", self._beside_ranks(streams)
         yield "after silence", self._after_silence
         yield "again", self._again
 
@@ -182,14 +229,14 @@ class Asker:
         self._ask_each(phase, [[p] for p in probes], parallel=1, batch=1)
         return f"{len(probes)} of the single prompts once more"
 
-    def _walk(self, phase: str, start: int, answer: Completion, batch: int, row: int) -> None:
+    def _walk(self, phase: str, start: int, answer: Completion, batch: int, row: int, *, shrinks: bool = False) -> None:
         """Follow a greedy walk from probe `start`; observations stop where it leaves the known cycle.
 
-        Of several walks at once, walk `row` ends after row + 1 steps: at step s, `batch` - s are left.
+        Where the batch shrinks, walk `row` ends after row + 1 steps: at step s, `batch` - s are left.
         """
         probe = start
         for step, top in enumerate(answer.tops):
-            left, place = max(1, batch - step), max(0, row - step)
+            left, place = (max(1, batch - step), max(0, row - step)) if shrinks else (batch, row)
             self.evidence.observations.append(Observation(phase, probe, top, left, place, step))
             probe = self.manifest.successor(probe)
             if step >= len(answer.tokens) or answer.tokens[step] != self.manifest.token(probe):
@@ -253,18 +300,31 @@ class Asker:
         self._ask_each(phase, prompts, parallel=self.effort.streams, batch=self.effort.streams)
         return f"{len(prompts)} requests, {self.effort.streams} at a time"
 
+    def _mixed(self, phase: str) -> str:
+        """Walks that decode while long prompts are read: prompts and answers in one step of the engine."""
+        walks, length = self.effort.streams, max(self.effort.long, default=33)
+        prompts = [self._some(1) for _ in range(walks)] + [self._some(length) for _ in range(2)]
+        jobs = [(self._tokens(p), self.effort.walk if len(p) == 1 else 1) for p in prompts]
+        self._walks(phase, prompts, jobs, batch=len(jobs), shrinks=False)
+        return f"{walks} walks of {self.effort.walk} tokens beside 2 prompts of {length}"
+
     def _shrinking(self, phase: str) -> str:
         """Walks of different lengths at once: the decode batch shrinks through every size."""
-        starts = self._some(self.effort.streams)
-        jobs = [(self._tokens([s]), 1 + row) for row, s in enumerate(starts)]
-        for row, (start, answer) in enumerate(
-            zip(starts, self.client.together(self.api, jobs, len(jobs)), strict=True)
-        ):
-            if isinstance(answer, Refusal):
-                self._note(phase, start, answer, batch=len(jobs), row=row, position=0)
-            else:
-                self._walk(phase, start, answer, len(jobs), row)
+        prompts = [[s] for s in self._some(self.effort.streams)]
+        jobs = [(self._tokens(p), 1 + row) for row, p in enumerate(prompts)]
+        self._walks(phase, prompts, jobs, batch=len(jobs), shrinks=True)
         return f"{len(jobs)} walks of 1 to {len(jobs)} tokens at once"
+
+    def _walks(
+        self, phase: str, prompts: Sequence[Sequence[int]], jobs: Sequence[tuple[list[int], int]], *, batch: int,
+        shrinks: bool,
+    ) -> None:  # fmt: skip
+        answers = self.client.together(self.api, jobs, len(jobs))
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            if isinstance(answer, Refusal) or len(prompt) > 1:
+                self._note(phase, prompt[-1], answer, batch=batch, row=row, position=len(prompt) - 1)
+            else:
+                self._walk(phase, prompt[0], answer, batch, row, shrinks=shrinks)
 
     def _prefix_cache(self, phase: str) -> str:
         shared = self._some(96)
@@ -274,9 +334,19 @@ class Asker:
 
     def _on_rank(self, rank: int) -> Callable[[str], str]:
         def phase(name: str) -> str:
-            with self.client.on_rank(rank):
+            with self.client.on_rank(rank) as how:
                 self._ask_each(name, [[p] for p in self.probes], parallel=1, batch=1)
-            return f"{len(self.probes)} single prompts with X-data-parallel-rank: {rank}"
+            return f"{len(self.probes)} single prompts with {how}; whether the server obeys, its answers do not show"
+
+        return phase
+
+    def _beside_ranks(self, streams: int) -> Callable[[str], str]:
+        """One request fewer than there are ranks, and one more: some rank is idle, or holds two."""
+
+        def phase(name: str) -> str:
+            prompts = [[p] for p in self._some(4 * streams)]
+            self._ask_each(name, prompts, parallel=streams, batch=streams)
+            return f"{len(prompts)} requests, {streams} at a time, spread as the server likes"
 
         return phase
 

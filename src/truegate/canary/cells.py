@@ -29,6 +29,7 @@ class Sight:
     place: int  # row in the batch
     position: int
     time: int
+    check: int  # between phases: after how many; -1 in a phase
 
 
 @dataclass
@@ -120,7 +121,7 @@ def measure(manifest: Manifest, evidence: Evidence) -> Measured:
             out.biases.append(reading.bias)
         values, slack, listed = reading.values[:width], reading.slack[:width], reading.listed[:width]
         room = REL_TOLERANCE / (1 - REL_TOLERANCE) * np.abs(values) + ABS_TOLERANCE
-        sight = Sight(seen.phase, probe.row, probe.kind, seen.batch, seen.row, seen.position, time)
+        sight = Sight(seen.phase, probe.row, probe.kind, seen.batch, seen.row, seen.position, time, seen.check)
         want = manifest.expected[seen.probe][:width]
         low = np.where(listed, values - room, -np.inf)
         rows[probe.layer].append((sight, low, values + room + slack, values, want))
@@ -158,7 +159,7 @@ def _add_answers(
         low[q.slot], high[q.slot] = answer.low - room, answer.high + room
         want = c_out[q.row] * unit.output(layer.spec, Kind.PLAIN, c_in[q.row])
         value[q.slot] = want[q.slot] if answer.right else _middle(answer.low, answer.high)
-        sight = Sight(seen.phase, q.row, Kind.PLAIN, seen.batch, 0, seen.position, time)
+        sight = Sight(seen.phase, q.row, Kind.PLAIN, seen.batch, 0, seen.position, time, -1)
         rows[q.layer].append((sight, low, high, value, want))
 
 
@@ -179,4 +180,5 @@ def _near_won(manifest: Manifest, layer: int, kind: Kind, values: Matrix) -> boo
 
 
 def phases_in_order(sights: Sequence[Sight]) -> list[str]:
-    return list(dict.fromkeys(s.phase for s in sights))
+    """Phases as they were asked; what was asked between them comes last."""
+    return list(dict.fromkeys(s.phase for s in sorted(sights, key=lambda s: s.check >= 0)))

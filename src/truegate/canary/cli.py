@@ -62,7 +62,7 @@ def run_command(
     junit: Annotated[Path | None, typer.Option(help="Write JUnit XML for a CI.")] = None,
     model: Annotated[str | None, typer.Option(help="Model name to ask for; default: the server's first.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that one request may take.")] = 120.0,
-    dp_ranks: Annotated[int, typer.Option(help="Ask each of N data-parallel ranks, by vLLM's header.")] = 1,
+    dp_ranks: Annotated[int, typer.Option(min=1, help="Ask each of N data-parallel ranks (SGLang, vLLM).")] = 1,
     api_key: Annotated[
         str | None, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token, if one is needed.")
     ] = None,

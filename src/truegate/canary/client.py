@@ -4,6 +4,7 @@ Invariant: never more than 20 log-probabilities are asked for, every request has
 hangs raises `ServerLost`, which nothing here turns into a measurement.
 """
 
+import json
 import math
 import re
 import time
@@ -19,6 +20,7 @@ from truegate.canary.api import MAX_TOP, Api, Completion, Refusal, ServerLost
 from truegate.errors import InvalidRun
 
 _NOT_LISTED = -9000.0  # engines write minus infinity as about -9999 or -1e30
+_SGLANG_PAGES = ("/get_model_info", "/model_info")  # only SGLang has them
 _BODY = 300  # characters of an odd answer that are quoted
 
 
@@ -33,16 +35,24 @@ class Client:
         limits = httpx.Limits(max_connections=300, max_keepalive_connections=300)
         self._http = httpx.Client(timeout=timeout, limits=limits, headers=dict(headers), trust_env=False)
         self.num_requests = 0
+        self._more: dict[str, Any] = {}  # fields of every request for now
 
     def close(self) -> None:
         self._http.close()
 
     @contextmanager
-    def on_rank(self, rank: int) -> Iterator[None]:
-        """Every request inside goes to this data-parallel rank, where the server honours vLLM's header."""
+    def on_rank(self, rank: int) -> Iterator[str]:
+        """Every request inside asks for this data-parallel rank: SGLang's fields, or vLLM's header; gives its words."""
+        if any((page := self.get(path)) is not None and page.status_code == 200 for path in _SGLANG_PAGES):
+            self._more = {"routed_dp_rank": rank, "data_parallel_rank": rank}  # the second is its older name
+            try:
+                yield f"routed_dp_rank {rank} in the request"
+            finally:
+                self._more = {}
+            return
         self._http.headers["X-data-parallel-rank"] = str(rank)
         try:
-            yield
+            yield f"X-data-parallel-rank: {rank}"
         finally:
             del self._http.headers["X-data-parallel-rank"]
 
@@ -111,19 +121,26 @@ class Client:
 
     def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         self.num_requests += 1
+        late = time.monotonic() + self.timeout
         try:
-            response = self._http.post(self.url + path, json=body)
+            with self._http.stream("POST", self.url + path, json={**body, **self._more}) as response:
+                text = b""
+                for part in response.iter_bytes():  # httpx limits each wait, not their sum
+                    text += part
+                    if time.monotonic() > late:
+                        raise httpx.ReadTimeout("the answer does not end")
         except httpx.TimeoutException:
             raise ServerLost(f"no answer from {self.url}{path} within {self.timeout:g} s: it hangs or is overloaded "
                              f"(--timeout raises the limit)") from None  # fmt: skip
         except httpx.HTTPError as error:
             raise ServerLost(f"{self.url}{path}: {self._what_happened(error)}") from None
+        words = text.decode(errors="replace")
         if response.status_code >= 400:
-            raise Refusal(response.status_code, response.text)
+            raise Refusal(response.status_code, words)
         try:
-            return response.json()
+            return json.loads(words)
         except ValueError:
-            raise Refusal(response.status_code, f"not JSON: {response.text[:_BODY]}") from None
+            raise Refusal(response.status_code, f"not JSON: {words[:_BODY]}") from None
 
     def _what_happened(self, error: httpx.HTTPError) -> str:
         if self.num_requests <= 1:

@@ -100,6 +100,10 @@ def _explain_layer(layer: Layer, cells: Cells, right: NDArray[np.bool_]) -> list
     """Causes one after another: what explains the lone requests first, then what explains the rest."""
     findings: list[Finding] = []
     unexplained = ~right
+    if (change := _change(cells, right)) is not None:
+        cause = _changed_to(layer, cells, right, change)
+        findings.append(_finding(layer, cells, cause, unexplained & cause.explained))
+        unexplained &= ~cause.explained
     base = _base(cells)
     if (unexplained & base).any():
         cause = find_cause(layer, cells, base)
@@ -126,8 +130,44 @@ def _explain_layer(layer: Layer, cells: Cells, right: NDArray[np.bool_]) -> list
 
 def _base(cells: Cells) -> NDArray[np.bool_]:
     """The lone requests of the first phase."""
-    first = cells.sights[0].phase
+    first = phases_in_order(cells.sights)[0]
     return np.array([s.phase == first for s in cells.sights])
+
+
+@dataclass(frozen=True)
+class Change:
+    """All is right before a phase, and what is asked after it is wrong."""
+
+    phase: str
+    begin: int  # times: between the last right check and the first wrong one
+    end: int
+
+
+def _change(cells: Cells, right: NDArray[np.bool_]) -> Change | None:
+    """The phase during which this layer changed for good, as by a rebalance of experts; None where none did."""
+    checks = sorted({s.check for s in cells.sights if s.check >= 0})
+    fine = {c: all(r for s, r in zip(cells.sights, right, strict=True) if s.check == c) for c in checks}
+    good = [c for c in checks if fine[c]]
+    bad = [c for c in checks if not fine[c]]
+    if not good or not bad or max(good) > min(bad):
+        return None
+    begin = max(s.time for s in cells.sights if s.check == max(good))
+    end = min(s.time for s in cells.sights if s.check == min(bad))
+    inside = [s.phase for s in cells.sights if begin < s.time < end]
+    if not inside or any(not r for s, r in zip(cells.sights, right, strict=True) if s.time < begin):
+        return None
+    return Change(inside[-1], begin, end)
+
+
+def _changed_to(layer: Layer, cells: Cells, right: NDArray[np.bool_], change: Change) -> Cause:
+    """What is wrong after the change, and that it changed."""
+    times = np.array([s.time for s in cells.sights])
+    after, during = times >= change.end, times > change.begin
+    cause = find_cause(layer, cells, after) or find_cause(layer, cells, after & ~right, rows_too=True)
+    if cause is None:
+        cause = _unnamed(layer, cells, after & ~right)
+    text = f"{cause.text}; it changed during {change.phase}: all was right before"
+    return Cause(cause.names, text, during & ~right, cause.visible, cause.alternatives)
 
 
 def find_cause(layer: Layer, cells: Cells, which: NDArray[np.bool_], *, rows_too: bool = False) -> Cause | None:

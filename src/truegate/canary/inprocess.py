@@ -25,8 +25,8 @@ class InProcess:
         self.num_requests = 0
 
     @contextmanager
-    def on_rank(self, rank: int) -> Iterator[None]:
-        yield
+    def on_rank(self, rank: int) -> Iterator[str]:
+        yield "the one rank of this process"
 
     def complete(
         self, api: Api, prompts: Sequence[Sequence[int]], max_tokens: int, *, echo: bool = False

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from truegate import __version__
-from truegate.canary.api import Api, Completion, Refusal, ServerLost
-from truegate.canary.ask import Asker, Effort, Evidence, Observation, Progress, QuestionAnswer
-from truegate.canary.cells import Cells, Measured
+from truegate.canary.api import Api, ServerLost
+from truegate.canary.ask import BETWEEN, Asker, Effort, Evidence, Observation, Progress, QuestionAnswer
+from truegate.canary.cells import Cells, Measured, phases_in_order
 from truegate.canary.client import Client, find_api
 from truegate.canary.explain import Finding, Verdict, explain
-from truegate.canary.manifest import FINGERPRINTS, Manifest
-from truegate.canary.read import read
+from truegate.canary.fingerprint import fingerprint_problem, readable
+from truegate.canary.manifest import Manifest
 from truegate.errors import EXIT_FAULT, EXIT_INVALID, EXIT_OK, EXIT_UNDECIDED, UserError
 
 FORMAT = 1
@@ -40,14 +40,12 @@ def audit(manifest: Manifest, target: Target, effort: Effort, progress: Progress
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     try:
         progress("finding the API")
-        api = find_api(client, [manifest.token(0)], lambda answer: _readable(manifest, answer), model=target.model)
+        api = find_api(client, [manifest.token(0)], lambda answer: readable(manifest, answer), model=target.model)
         if (stranger := fingerprint_problem(manifest, client, api)) is not None:
             evidence = Evidence(api=api, phases={"fingerprint": stranger}, num_requests=client.num_requests)
             return result(manifest, evidence, Verdict(undecided=[stranger]), None, target, effort, started)
         evidence = Asker(manifest, client, api, effort, progress).run()
         verdict, seen = explain(manifest, evidence)
-        if evidence.lost is None and (changed := _end_check(manifest, client, api)) is not None:
-            verdict.undecided.append(f"after the last phase: {changed}")
         return result(manifest, evidence, verdict, seen, target, effort, started)
     except ServerLost as lost:
         api = Api(endpoint="completions", ids=True, top=0)
@@ -55,40 +53,6 @@ def audit(manifest: Manifest, target: Target, effort: Effort, progress: Progress
         return result(manifest, evidence, Verdict(lost=str(lost)), None, target, effort, started)
     finally:
         client.close()
-
-
-def _readable(manifest: Manifest, answer: Completion) -> bool:
-    return bool(answer.tops) and read(manifest, 0, answer.tops[0]).values is not None
-
-
-def _end_check(manifest: Manifest, client: Client, api: Api) -> str | None:
-    try:
-        return fingerprint_problem(manifest, client, api)
-    except ServerLost as lost:
-        return str(lost)
-
-
-def fingerprint_problem(manifest: Manifest, client: Client, api: Api) -> str | None:
-    """Why the served checkpoint is not this canary; None when its fingerprint is right."""
-    for index in range(FINGERPRINTS):
-        try:
-            answer = client.complete(api, [[manifest.token(index)]], 1)[0]
-        except Refusal as refusal:
-            return f"a fingerprint token was refused: {refusal}"
-        after = manifest.token(manifest.successor(index))
-        if not api.top:
-            if not answer.tokens or answer.tokens[0] != after:
-                return "the server does not serve this canary: a fingerprint token is answered otherwise"
-            continue
-        reading = read(manifest, index, answer.tops[0] if answer.tops else {})
-        want = manifest.expected[index]
-        if reading.values is None or reading.slack is None:
-            return (f"the server does not serve this canary, or its embedding, final norm or head is broken: "
-                    f"fingerprint token {index} cannot be read ({reading.problem})")  # fmt: skip
-        if not (np.abs(reading.values - want) <= 0.02 * np.abs(want) + 2e-3 + reading.slack).all():
-            return ("the server serves another checkpoint than this manifest describes: its fingerprint differs. "
-                    "Start it on this canary folder, or give the folder it was started on")  # fmt: skip
-    return None
 
 
 def exit_code(verdict: Verdict) -> int:
@@ -129,7 +93,6 @@ def explain_again(data: Mapping[str, Any]) -> dict[str, Any]:
     if not evidence.observations and not evidence.answers:
         return dict(data)
     verdict, seen = explain(manifest, evidence)
-    verdict.undecided += [u for u in data["undecided"] if u.startswith("after the last phase")]
     effort = replace(Effort(), name=data["effort"])
     return result(manifest, evidence, verdict, seen, Target(url=data["url"]), effort, data["started"])
 
@@ -151,7 +114,8 @@ def headline(manifest: Manifest, evidence: Evidence, verdict: Verdict) -> str:
 def _phase_words(evidence: Evidence) -> str:
     done = [p for p, what in evidence.phases.items() if not what.startswith("refused")]
     sizes = [int(p.removeprefix("batch ")) for p in done if p.startswith("batch ")]
-    words = [{"single": "prefill"}.get(p, p) for p in done if not p.startswith("batch ") and p != "again"]
+    shown = [p for p in done if not p.startswith("batch ") and p not in ("again", BETWEEN)]
+    words = [{"single": "prefill"}.get(p, p) for p in shown]
     if sizes:
         words.insert(min(3, len(words)), f"batches of {min(sizes)} to {max(sizes)}")
     return ", ".join(words)
@@ -200,7 +164,7 @@ def _errors(seen: Measured) -> dict[str, float]:
 
 def _matrix(cells: Cells) -> dict[str, Any]:
     """The first phase's readings, probe by probe: what the heat maps show."""
-    first = [i for i, s in enumerate(cells.sights) if s.phase == cells.sights[0].phase] if cells.sights else []
+    first = [i for i, s in enumerate(cells.sights) if s.phase == phases_in_order(cells.sights)[0]]
     rows: dict[tuple[int, str], list[int]] = {}
     for i in first:
         rows.setdefault((cells.sights[i].row, cells.sights[i].kind.value), []).append(i)
@@ -220,7 +184,7 @@ def _matrix(cells: Cells) -> dict[str, Any]:
 def _evidence_json(e: Evidence) -> dict[str, Any]:
     return {
         "observations": [[o.phase, o.probe, {str(k): v for k, v in o.top.items()}, o.batch, o.row, o.position,
-                          o.error] for o in e.observations],
+                          o.error, o.check] for o in e.observations],
         "answers": [[a.phase, a.question, a.token, a.position, a.batch] for a in e.answers], "wandered": e.wandered,
     }  # fmt: skip
 

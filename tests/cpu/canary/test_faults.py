@@ -194,3 +194,20 @@ def test_greedy_answers_alone_name_faults_behind_the_router(canary: Canary, name
 def test_nan_is_a_fault_and_says_so(canary: Canary) -> None:
     verdict = verdict_of(canary("mixtral"), Faults(total=lambda layer, y: y * np.nan))
     assert names_of(verdict) == {("unreadable",)}
+
+
+def test_experts_that_move_during_a_phase_are_told_with_the_phase(canary: Canary) -> None:
+    """As by a rebalance: right until some batch, another map ever after."""
+    toy = Toy(canary("deepseek_v3"))
+    moved = np.random.RandomState(0).permutation(16)
+    effort = Effort(name="brief", batches=(3, 8, 5), streams=3, walk=16, long=(), silence=0.0)
+
+    def forward(sequences: list[list[int]]) -> Any:
+        if len(sequences) == 8:
+            toy.faults = Faults(ids=lambda layer, ids: moved[ids])
+        return toy.forward(sequences)
+
+    verdict = explain(toy.manifest, ask_in_process(toy.manifest, forward, effort))[0]
+    assert names_of(verdict) == {("experts-permuted",)}
+    assert "it changed during batch 8" in verdict.findings[0].title
+    assert "right until batch 3, wrong from batch 8 on" in verdict.findings[0].scope

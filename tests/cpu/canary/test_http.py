@@ -3,6 +3,7 @@
 import html
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -63,10 +64,31 @@ def test_a_server_that_dies_is_an_invalid_run_and_no_fault(canary: Canary) -> No
     assert "died" in data["headline"]
 
 
-def test_a_server_that_hangs_does_not_hang_us(canary: Canary) -> None:
-    data = run(canary("mixtral"), Manners(hangs_after=30), timeout=1.0)
+@pytest.mark.parametrize("drips", [False, True])
+def test_a_server_that_hangs_does_not_hang_us(canary: Canary, drips: bool) -> None:
+    data = run(canary("mixtral"), Manners(hangs_after=30, drips=drips), timeout=1.0)
     assert data["exit"] == 3
     assert "within 1 s" in data["headline"]
+
+
+@pytest.mark.parametrize("top", [20, 0])
+def test_a_server_that_restarts_on_another_checkpoint_is_an_invalid_run_and_no_fault(canary: Canary, top: int) -> None:
+    data = run(canary("mixtral"), Manners(top=top, becomes=Toy(canary("mixtral", seed=3)), becomes_after=60))
+    assert data["exit"] == 3
+    assert not data["findings"]
+    assert "restarted or reloaded during" in data["headline"]
+    assert explain_again(json.loads(json.dumps(data)))["headline"] == data["headline"]
+
+
+def test_data_parallel_ranks_are_asked_for_as_the_server_understands(canary: Canary) -> None:
+    effort = replace(BRIEF, dp_ranks=2)
+    for manners in (Manners(), Manners(style="native", echo=False)):
+        with serving(Toy(canary("mixtral")), manners) as url:
+            data = audit(load(canary("mixtral")), Target(url=url, timeout=20), effort, lambda phase: None)
+        assert data["exit"] == 0
+        fields = {body["routed_dp_rank"] for body in manners.seen if "routed_dp_rank" in body}
+        assert (fields, set(manners.ranks)) == ((set(), {"0", "1"}) if manners.style != "native" else ({0, 1}, set()))
+        assert {"1 stream on 2 ranks", "3 streams on 2 ranks"} <= data["phases"].keys()
 
 
 def test_no_server_is_told_at_once(canary: Canary) -> None:

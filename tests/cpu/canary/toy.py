@@ -139,7 +139,11 @@ class Manners:
     echo: bool = True
     dies_after: int | None = None
     hangs_after: int | None = None
+    drips: bool = False  # a hanging server sends a blank now and then
     nan: bool = False
+    becomes: "Toy | None" = None  # another engine after `becomes_after` requests, as after a restart
+    becomes_after: int = 0
+    ranks: list[str] = field(default_factory=list)  # X-data-parallel-rank of requests that bring one
     style: str = "completions"  # completions | content | native
     seen: list[dict[str, Any]] = field(default_factory=list)
 

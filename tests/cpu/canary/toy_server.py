@@ -36,18 +36,30 @@ def run_server(toy: Any, manners: Any) -> Iterator[str]:
                 self._hang_up()
             elif self.path == "/v1/models":
                 self._send(200, {"object": "list", "data": [{"id": "toy"}]})
+            elif self.path == "/get_model_info" and manners.style == "native":
+                self._send(200, {"model_path": "toy"})
             else:
                 self._send(404, {"error": "no such page"})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             manners.seen.append(body)
+            if (rank := self.headers.get("X-data-parallel-rank")) is not None:
+                manners.ranks.append(rank)
             if manners.dies_after is not None and len(manners.seen) > manners.dies_after:
                 dead.set()
                 self._hang_up()
                 return
             if manners.hangs_after is not None and len(manners.seen) > manners.hangs_after:
-                released.wait(20)
+                if manners.drips:
+                    self.send_response(200)
+                    self.send_header("Content-Length", "100000")
+                    self.end_headers()
+                for _ in range(100):
+                    if released.wait(0.2):
+                        break
+                    if manners.drips:
+                        self.wfile.write(b" ")
                 self.close_connection = True
                 return
             try:
@@ -65,13 +77,15 @@ def run_server(toy: Any, manners: Any) -> Iterator[str]:
                 raise ValueError(f"logprobs must be at most {manners.top}")
             steps = body["sampling_params"]["max_new_tokens"] if native else body["max_tokens"]
             api = Api(endpoint="completions", ids=True, top=top)
+            old = manners.becomes is None or len(manners.seen) <= manners.becomes_after
+            forward = toy.forward if old else manners.becomes.forward
             with lock:
-                answers = InProcess(toy.forward).complete(api, prompts, steps)
+                answers = InProcess(forward).complete(api, prompts, steps)
                 echoed = []
                 if body.get("echo"):
                     if not manners.echo:
                         raise ValueError("echo is not supported")
-                    echoed = [InProcess(toy.forward).complete(api, [[t] for t in p], 1) for p in prompts]
+                    echoed = [InProcess(forward).complete(api, [[t] for t in p], 1) for p in prompts]
             if native:
                 return [self._native(a) for a in answers] if len(prompts) > 1 else self._native(answers[0])
             return {"choices": [self._choice(i, a, p, echoed[i] if echoed else None)
