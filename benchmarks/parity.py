@@ -62,12 +62,14 @@ class Paged:
         table_NP = self.table_NP[[n for n, _, _ in parts]].clone()
         for row, (_, _, end) in enumerate(parts):
             table_NP[row, -(-end // PAGE) :] = 10**6  # stale: must not be read
+        device = self.model.device
         batch = Batch(
-            token_ids_T=torch.cat((*ids, zeros)), positions_T=torch.cat((*positions, zeros)),
-            valid_T=torch.arange(num_rows + pads) < num_rows, all_valid=pads == 0, slots_T=torch.cat((*slots, zeros)),
-            page_table_NP=table_NP, query_lens=[end - start for _, start, end in parts],
-            context_lens=[end for _, _, end in parts], logit_rows_M=torch.arange(num_rows))  # fmt: skip
-        logits_TV = self.model.logits(self.model(batch, self.pool)[batch.logit_rows_M])
+            token_ids_T=torch.cat((*ids, zeros)).to(device), positions_T=torch.cat((*positions, zeros)).to(device),
+            valid_T=(torch.arange(num_rows + pads) < num_rows).to(device), all_valid=pads == 0,
+            slots_T=torch.cat((*slots, zeros)).to(device), page_table_NP=table_NP.to(device),
+            query_lens=[end - start for _, start, end in parts], context_lens=[end for _, _, end in parts],
+            logit_rows_M=torch.arange(num_rows, device=device))  # fmt: skip
+        logits_TV = self.model.logits(self.model(batch, self.pool)[batch.logit_rows_M]).cpu()
         for (n, start, end), rows in zip(parts, logits_TV.split(batch.query_lens), strict=True):
             self.logits[n][start:end] = rows
 

@@ -1,0 +1,61 @@
+"""Attention and norm kernels on the device against their twins, at the sizes of real models."""
+
+import attention_cases as cases
+import norm_cases
+import pytest
+import torch
+
+from truegate.cache.pools import MLAPool
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+DECODES = [(1, n) for n in (1, 15, 16, 17, 31, 64, 65, 129, 500, 1023, 1)]
+CHUNKS = [(70, 70), (1, 33), (129, 300), (2, 600), (64, 64), (17, 257)]
+
+
+def case(parts, width, dtype, **settings):
+    return cases.Case(parts, width=width, dtype=dtype, device="cuda", **settings)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_splits", [1, 2, 16, 64, None])
+@pytest.mark.parametrize(("num_heads", "num_keys", "size"), [(32, 4, 128), (16, 16, 64), (96, 8, 128)])
+def test_decode_is_its_twin(num_heads, num_keys, size, num_splits, dtype):
+    one = case(DECODES, 2 * num_keys * size, dtype)
+    cases.check_decode(*cases.gqa(one, num_heads, num_keys, size), one.step(num_splits=num_splits))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_splits", [1, 16, None])
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_latent_decode_is_its_twin(num_heads, num_splits, dtype):
+    one = case(DECODES, 576, dtype)
+    cases.check_decode(*cases.latent(one, num_heads, 512, 64), one.step(num_splits=num_splits))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "num_keys", "size"), [(32, 4, 128), (6, 6, 64)])
+def test_prefill_is_its_twin(num_heads, num_keys, size, dtype):
+    one = case(CHUNKS, 2 * num_keys * size, dtype)
+    q, keys, scale = cases.gqa(one, num_heads, num_keys, size)
+    cases.check_prefill(q, keys, scale, one.step().chunks, size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prefill_over_expanded_latents_is_its_twin(dtype):
+    one = case(CHUNKS, 576, dtype, pool=MLAPool)
+    q, keys, scale = cases.expanded(one, 16, 128, 64, 128)
+    cases.check_prefill(q, keys, scale, one.step().spread, 128)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_are_their_twins(dtype):
+    place = {"dtype": dtype, "device": "cuda"}
+    for width in (2048, 7168, 1536, 24):
+        norm_cases.check_rms_norm(33, width, add=False, **place)
+        norm_cases.check_rms_norm(33, width, add=True, **place)
+    for num_rows in (1, 33, 200):
+        norm_cases.check_rotate_and_store(num_rows, (32, 4), 128, 128, normed=True, **place)
+        norm_cases.check_rotate_and_store(num_rows, (12, 1), 64, 32, normed=False, **place)
+        norm_cases.check_store_latent(num_rows, 16, 512, 64, **place)
+        norm_cases.check_store_latent(num_rows, 128, 512, 64, **place)
+        norm_cases.check_silu_mul(num_rows, 10944, **place)
