@@ -37,33 +37,38 @@ def kl(theirs: list[torch.Tensor], ours: list[torch.Tensor]) -> dict[str, float]
 
 def compare(name: str, experts: str) -> dict[str, float]:
     prompts = make_prompts()
-    theirs = reference(name)
-    with tempfile.TemporaryDirectory() as folder:
-        save(theirs, Path(folder))
-        models = {
-            dtype: load_model(folder, dtype=dtype, device="cuda", options=LoadOptions(experts=experts))
-            for dtype in (torch.float32, torch.bfloat16)
-        }
     on_gpu = [prompt.cuda() for prompt in prompts]
-    expected = {}
-    for dtype in models:
-        expected[dtype] = [logits.float().cpu() for logits in reference_logits(theirs.to("cuda", dtype), on_gpu)]
-        if dtype == torch.float32:
-            _widen_gates(theirs)
-    found = {}
-    for mode in ("prefill", "mixed"):
-        found[f"fp32 {mode}"] = worst(run_mode(mode, models[torch.float32], prompts), expected[torch.float32])
-        both = kl(expected[torch.bfloat16], run_mode(mode, models[torch.bfloat16], prompts))
-        found |= {f"bf16 {mode} {key}": value for key, value in both.items()}
-    found |= {f"own {key}": value for key, value in kl(expected[torch.float32], expected[torch.bfloat16]).items()}
+    theirs = reference(name)
+    found, expected = {}, {}
+    for dtype in (torch.float32, torch.bfloat16):
+        with tempfile.TemporaryDirectory() as folder:
+            save(theirs, Path(folder), dtype=dtype)  # both sides read the same, rounded, weights
+            ours = load_model(folder, dtype=dtype, device="cuda", options=LoadOptions(experts=experts))
+        if dtype == torch.bfloat16:
+            expected["own"] = _logits(theirs.to("cuda"), on_gpu)
+        expected[dtype] = _logits(_cast(theirs.to("cuda"), dtype), on_gpu)
+        for mode in ("prefill", "mixed"):
+            got = run_mode(mode, ours, prompts)
+            if dtype == torch.float32:
+                found[f"fp32 {mode}"] = worst(got, expected[dtype])
+            else:
+                found |= {f"bf16 {mode} {key}": value for key, value in kl(expected[dtype], got).items()}
+        theirs.to("cpu", torch.float32)
+    found |= {f"own {key}": value for key, value in kl(expected["own"], expected[torch.bfloat16]).items()}
     return found
 
 
-def _widen_gates(model: torch.nn.Module) -> None:
-    """transformers keeps a correction bias in float32, and so do we, also where the rest is cast to bfloat16."""
+def _logits(model: torch.nn.Module, prompts: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [logits.float().cpu() for logits in reference_logits(model, prompts)]
+
+
+def _cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """The model in `dtype`, but for a correction bias, which transformers keeps in float32 when it loads one."""
+    model.to(dtype)
     for key, buffer in model.named_buffers():
         if "correction_bias" in key:
             buffer.data = buffer.data.float()
+    return model
 
 
 def _apart(name: str, experts: str) -> dict[str, float] | str:
