@@ -59,3 +59,9 @@ def test_norms_are_their_twins(dtype):
         norm_cases.check_store_latent(num_rows, 16, 512, 64, **place)
         norm_cases.check_store_latent(num_rows, 128, 512, 64, **place)
         norm_cases.check_silu_mul(num_rows, 10944, **place)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_router_logits_are_float32s(dtype):
+    for num_rows, num_out, width in ((1, 128, 2048), (33, 256, 7168), (600, 60, 2048)):
+        norm_cases.check_gate(num_rows, num_out, width, biased=num_out == 60, dtype=dtype, device="cuda")

@@ -77,6 +77,10 @@ class MoELayer(nn.Module):
 
     def gate(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Router logits [T, E+Z] in fp32, whatever the run's dtype: fewer bits reorder experts."""
+        if x_TD.is_cuda:
+            from truegate.kernels.gate import gate
+
+            return gate(x_TD, self.gate_weight, self.gate_bias)
         return functional.linear(x_TD.float(), self.gate_weight, self.gate_bias)
 
     def gate_of_shared(self, x_TD: torch.Tensor) -> torch.Tensor | None:

@@ -90,3 +90,16 @@ def check_silu_mul(num_rows: int, width: int, *, dtype, device) -> None:
 
     x = Tensors(num_rows, dtype=dtype, device=device)(num_rows, 2 * width + 6)[:, : 2 * width]
     same(norm.silu_mul(x), ref.silu_mul(x))
+
+
+def check_gate(num_rows: int, num_out: int, width: int, *, biased: bool, dtype, device) -> None:
+    from truegate.kernels.gate import gate
+    from truegate.kernels.ref.gate import gate as twin
+
+    tensors = Tensors(num_rows, dtype=dtype, device=device)
+    x_TD = tensors(num_rows, width + 8)[:, :width]
+    weight_ED, bias_E = tensors(num_out, width).float() * 1.0009765625, tensors(num_out).float() if biased else None
+    exact = twin(x_TD, weight_ED, bias_E)
+    y_TE = gate(x_TD, weight_ED, bias_E)
+    assert y_TE.dtype == torch.float32
+    assert float((y_TE - exact).abs().max() / exact.abs().max()) < 2e-6

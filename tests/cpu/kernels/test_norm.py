@@ -32,3 +32,10 @@ def test_store_latent_is_its_twin(num_heads, latent, rotary):
 @pytest.mark.parametrize("width", [48, 1500])
 def test_silu_mul_is_its_twin(width):
     cases.check_silu_mul(3, width, **PLACE)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("num_rows", "num_out", "width"), [(1, 8, 64), (5, 20, 300)])
+def test_router_logits_are_float32s(num_rows, num_out, width, biased):
+    for dtype in (torch.float32, torch.float16):
+        cases.check_gate(num_rows, num_out, width, biased=biased, dtype=dtype, device="cpu")
