@@ -18,6 +18,7 @@ from truegate.canary.manifest import FINGERPRINTS, Manifest
 OFF_GRID = (3, 5, 7, 9, 15, 17, 23, 33, 63, 65, 127, 129, 255, 257)  # beside the sizes that engines capture graphs for
 LONG = (7, 33, 129, 300)
 BETWEEN = "between phases"
+_LIST = 50  # prompts in one list of `lists`
 _PLACES = 6  # probes asked between phases: did experts move since?
 
 
@@ -73,9 +74,12 @@ class Effort:
     questions: int = 4000
     silence: float = 2.0
     dp_ranks: int = 1
+    repeats: int = 2  # of small batches, streams and walks
+    alone: int | None = None  # lone prompts where lists can be asked, all probes being asked in lists; None: all
 
 
-QUICK = Effort(name="quick", batches=(3, 7, 17), streams=5, walk=16, long=(33,), questions=300, silence=0.2)
+QUICK = Effort(name="quick", batches=(3, 7, 17), streams=5, walk=12, long=(33,), questions=300, silence=0.2, repeats=1,
+               alone=16)  # fmt: skip
 THOROUGH = Effort(name="thorough", batches=OFF_GRID, streams=33, walk=32, long=(*LONG, 1000), questions=20000,
                   silence=8.0)  # fmt: skip
 Progress = Callable[[str], None]
@@ -155,6 +159,8 @@ class Asker:
 
     def _logprob_phases(self) -> Iterator[tuple[str, Callable[[str], str]]]:
         e = self.effort
+        if e.alone is not None and self.api.batched:
+            yield "lists", self._lists
         yield "single", self._single
         yield "decode", self._decode
         if e.long:
@@ -219,12 +225,30 @@ class Asker:
 
     # --- phases --------------------------------------------------------------------------------------------------
 
+    def _lists(self, phase: str) -> str:
+        """Every probe, when there is no time to ask each alone."""
+        for start in range(0, len(self.probes), _LIST):
+            self._ask_list(phase, [[p] for p in self.probes[start : start + _LIST]])
+        return f"{len(self.probes)} prompts of one token in lists of up to {_LIST}"
+
     def _single(self, phase: str) -> str:
-        self._ask_each(phase, [[p] for p in self.probes], parallel=1, batch=1)
-        return f"{len(self.probes)} prompts of one token, one after the other"
+        probes = self._alone
+        self._ask_each(phase, [[p] for p in probes], parallel=1, batch=1)
+        return f"{len(probes)} prompts of one token, one after the other"
+
+    @property
+    def _alone(self) -> list[int]:
+        """The probes to be asked alone, spread over layers and kinds."""
+        alone = self.effort.alone if self.api.batched else None
+        if alone is None or alone >= len(self.probes):
+            return self.probes
+        return [self.probes[i] for i in np.linspace(0, len(self.probes) - 1, alone).astype(int)]
 
     def _again(self, phase: str) -> str:
-        """The first phase once more, after load; a part of it when little is to be asked."""
+        """The first phase once more, after load."""
+        if self.effort.alone is not None and self.api.batched:
+            self._lists(phase)
+            return "the lists once more"
         probes = self._some(16) if self.effort.name == "quick" else self.probes
         self._ask_each(phase, [[p] for p in probes], parallel=1, batch=1)
         return f"{len(probes)} of the single prompts once more"
@@ -245,19 +269,19 @@ class Asker:
 
     def _decode(self, phase: str) -> str:
         cycle = self.manifest.data["cycle"]
-        starts = cycle[:: self.effort.walk * (3 if self.effort.name == "quick" else 1)]
+        starts = cycle[:: self.effort.walk][: 2 if self.effort.name == "quick" else None]
         for start in starts:
             answer = self.client.complete(self.api, [self._tokens([start])], self.effort.walk)[0]
             self._walk(phase, start, answer, 1, 0)
         return f"{len(starts)} walks of {self.effort.walk} generated tokens"
 
     def _long(self, phase: str) -> str:
-        prompts = [self._some(length) for length in self.effort.long for _ in range(3)]
+        prompts = [self._some(length) for length in self.effort.long for _ in range(self.effort.repeats)]
         self._ask_each(phase, prompts, parallel=1, batch=1)
         return f"{len(prompts)} prompts of {', '.join(map(str, self.effort.long))} tokens"
 
     def _echo(self, phase: str) -> str:
-        rounds = 1 if self.effort.name == "quick" else 3
+        rounds = 2 * self.effort.repeats - 1
         for _ in range(rounds):
             prompt = self._some(min(len(self.probes), 250))
             answer = self.client.complete(self.api, [self._tokens(prompt)], 1, echo=True)[0]
@@ -268,7 +292,7 @@ class Asker:
 
     def _batch_of(self, size: int) -> Callable[[str], str]:
         def phase(name: str) -> str:
-            repeats = 2 if size <= 17 else 1
+            repeats = self.effort.repeats if size <= 17 else 1
             for _ in range(repeats):
                 self._ask_list(name, [[p] for p in self._some(size)])
             how = "one request" if self.api.batched else "as many requests at once"
@@ -279,9 +303,9 @@ class Asker:
     def _same_experts(self, phase: str) -> str:
         """Every row routes to the same experts: the most skewed batch there is."""
         plain = [p.index for p in self.manifest.probes if p.kind is Kind.PLAIN]
-        for probe in self.rng.permutation(plain)[:2].tolist():
+        for probe in self.rng.permutation(plain)[: self.effort.repeats].tolist():
             self._ask_list(phase, [[probe]] * 33)
-        return "2 x 33 rows that all choose the same experts"
+        return f"{self.effort.repeats} x 33 rows that all choose the same experts"
 
     def _one_rank(self, phase: str) -> str:
         """Rows whose experts are as close together as they come: with expert parallelism one rank gets most."""
@@ -296,7 +320,9 @@ class Asker:
         return "16 rows that favour the lowest expert ids, 16 the highest"
 
     def _streams(self, phase: str) -> str:
-        prompts = [self._some(1 + int(self.rng.randint(6))) for _ in range(4 * self.effort.streams)]
+        prompts = [
+            self._some(1 + int(self.rng.randint(6))) for _ in range(2 * self.effort.repeats * self.effort.streams)
+        ]
         self._ask_each(phase, prompts, parallel=self.effort.streams, batch=self.effort.streams)
         return f"{len(prompts)} requests, {self.effort.streams} at a time"
 
@@ -328,9 +354,9 @@ class Asker:
 
     def _prefix_cache(self, phase: str) -> str:
         shared = self._some(96)
-        prompts = [shared, shared, *([*shared[:80], p] for p in self._some(4)), shared]
+        prompts = [shared, shared, *([*shared[:80], p] for p in self._some(2 * self.effort.repeats)), shared]
         self._ask_each(phase, prompts, parallel=1, batch=1)
-        return "one prompt of 96 tokens three times, and four that share 80 tokens with it"
+        return f"one prompt of 96 tokens three times, and {len(prompts) - 3} that share 80 tokens with it"
 
     def _on_rank(self, rank: int) -> Callable[[str], str]:
         def phase(name: str) -> str:
@@ -352,7 +378,7 @@ class Asker:
 
     def _after_silence(self, phase: str) -> str:
         time.sleep(self.effort.silence)
-        probes = self._some(4)
+        probes = self._some(2 * self.effort.repeats)
         self._ask_each(phase, [[p] for p in probes], parallel=1, batch=1)
         return f"{len(probes)} single prompts after {self.effort.silence:g} s of silence: all other ranks idle"
 
