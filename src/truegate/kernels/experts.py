@@ -140,25 +140,27 @@ def _inline_rows(ids, tile, N, P: tl.constexpr, BM: tl.constexpr, NP: tl.constex
 
 
 @triton.jit
-def _columns(w, base, first, k, column, column_ok, D: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr):
+def _columns(w, w_box, base, first, k, column, C: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+             TMA: tl.constexpr):  # fmt: skip
     """W[base + column, k..k+BK) as [BK, BN], zero past D; the copy engine counts from `first`, the block's own row."""
     if TMA:
-        return w.load([first, k]).T
+        return w_box.load([first, k]).T
     else:
         kk = k + tl.arange(0, BK)
-        ok = column_ok[None, :]
-        if D % BK != 0:
-            ok = ok & (kk < D)[:, None]
-        return tl.load(w + base * D + column[None, :] * D + kk[:, None], mask=ok, other=0.0)
+        at = w + base * D + column[None, :] * D + kk[:, None]
+        if C % BN == 0 and D % BK == 0:
+            return tl.load(at)
+        else:
+            return tl.load(at, mask=(column < C)[None, :] & (kk < D)[:, None], other=0.0)
 
 
 @triton.jit
 def _tile(
-    tile, block, a, w, bias, weights, out, ids, order, end, tile_expert, tile_start, N,
+    tile, block, a, a_box, w, w_box, bias, weights, out, ids, order, end, tile_expert, tile_start, N,
     J: tl.constexpr, P: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
-    CLAMP: tl.constexpr, WEIGH: tl.constexpr, INLINE: tl.constexpr, NP: tl.constexpr, TMA_A: tl.constexpr, TMA_B: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CLAMP: tl.constexpr, WEIGH: tl.constexpr, INLINE: tl.constexpr, NP: tl.constexpr, TMA_A: tl.constexpr,
+    TMA_B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One [BM, BN] tile. Gated: gate and up columns of W [P, 2C, D] at once, then the activation; else W [P, C, D]."""
     if INLINE:
@@ -193,7 +195,7 @@ def _tile(
         acc_up = tl.zeros([BM, BN], tl.float32)
         for k in tl.range(0, D, BK, num_stages=STAGES):
             if TMA_A:
-                x = a.load([start, k])
+                x = a_box.load([start, k])
             else:
                 kk = k + tl.arange(0, BK)
                 ok = row_ok[:, None]
@@ -202,10 +204,10 @@ def _tile(
                 x = tl.load(a + a_row[:, None] * D + kk[None, :], mask=ok, other=0.0)
             if WEIGH == "input":
                 x = (x * scale.to(x.dtype)[:, None]).to(x.dtype)
-            b = _columns(w, base, first, k, column, column_ok, D, BK, TMA_B)
+            b = _columns(w, w_box, base, first, k, column, C, D, BN, BK, TMA_B)
             acc = tl.dot(x, b, acc, input_precision=PRECISION)
             if GATED:
-                up = _columns(w, base + C, first + C, k, column, column_ok, D, BK, TMA_B)
+                up = _columns(w, w_box, base + C, first + C, k, column, C, D, BN, BK, TMA_B)
                 acc_up = tl.dot(x, up, acc_up, input_precision=PRECISION)
         if bias is not None:
             acc += tl.load(bias + expert * in_rows + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
@@ -222,25 +224,54 @@ def _tile(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["N", "tiles"])
-def _grouped(
-    a, w, bias, weights, out, ids, order, end, tile_expert, tile_start, N, tiles,
+@triton.jit
+def _tile_of_its_height(
+    i, a, a_box, w, w_box, bias, weights, out, ids, order, end, tile_expert, tile_start, N,
     J: tl.constexpr, P: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
-    CLAMP: tl.constexpr, WEIGH: tl.constexpr, INLINE: tl.constexpr, NP: tl.constexpr, TMA_A: tl.constexpr, TMA_B: tl.constexpr,
-    PRECISION: tl.constexpr, PERSISTENT: tl.constexpr,
+    CLAMP: tl.constexpr, WEIGH: tl.constexpr, INLINE: tl.constexpr, NP: tl.constexpr, TMA_A: tl.constexpr,
+    TMA_B: tl.constexpr, PRECISION: tl.constexpr, HALVE: tl.constexpr,
 ):  # fmt: skip
+    """The i-th tile, blocks of columns side by side; an expert's last one is half as high where that will do."""
     blocks: tl.constexpr = (C + BN - 1) // BN
-    if PERSISTENT:
-        for i in range(tl.program_id(0), tiles * blocks, tl.num_programs(0)):
-            _tile(i // blocks, i % blocks, a, w, bias, weights, out, ids, order, end, tile_expert, tile_start, N,
+    tile = i // blocks
+    block = i % blocks
+    if HALVE:
+        expert = tl.load(tile_expert + tile)
+        left = tl.load(end + expert, mask=expert >= 0, other=0) - tl.load(tile_start + tile)
+        if left > BM // 2:
+            _tile(tile, block, a, a_box, w, w_box, bias, weights, out, ids, order, end, tile_expert, tile_start, N,
                   J, P, C, D, BM, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, TMA_A, TMA_B,
                   PRECISION)  # fmt: skip
+        else:
+            _tile(tile, block, a, a_box, w, w_box, bias, weights, out, ids, order, end, tile_expert, tile_start, N,
+                  J, P, C, D, BM // 2, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, False, TMA_B,
+                  PRECISION)  # fmt: skip
     else:
-        i = tl.program_id(0)
-        _tile(i // blocks, i % blocks, a, w, bias, weights, out, ids, order, end, tile_expert, tile_start, N,
+        _tile(tile, block, a, a_box, w, w_box, bias, weights, out, ids, order, end, tile_expert, tile_start, N,
               J, P, C, D, BM, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, TMA_A, TMA_B,
               PRECISION)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["N", "tiles"])
+def _grouped(
+    a, a_box, w, w_box, bias, weights, out, ids, order, end, tile_expert, tile_start, N, tiles,
+    J: tl.constexpr, P: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
+    CLAMP: tl.constexpr, WEIGH: tl.constexpr, INLINE: tl.constexpr, NP: tl.constexpr, TMA_A: tl.constexpr,
+    TMA_B: tl.constexpr, PRECISION: tl.constexpr, HALVE: tl.constexpr, PERSISTENT: tl.constexpr,
+):  # fmt: skip
+    if PERSISTENT:
+        for i in range(tl.program_id(0), tiles * ((C + BN - 1) // BN), tl.num_programs(0)):
+            _tile_of_its_height(
+                i, a, a_box, w, w_box, bias, weights, out, ids, order, end, tile_expert, tile_start, N, J, P, C, D, BM,
+                BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, TMA_A, TMA_B, PRECISION, HALVE,
+            )  # fmt: skip
+    else:
+        _tile_of_its_height(
+            tl.program_id(0), a, a_box, w, w_box, bias, weights, out, ids, order, end, tile_expert, tile_start, N, J, P,
+            C, D, BM, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, TMA_A, TMA_B, PRECISION, HALVE,
+        )  # fmt: skip
 
 
 def grouped_gemm(
@@ -265,13 +296,14 @@ def grouped_gemm(
     total = tiles * triton.cdiv(C, tiling.block_n)
     programs = min(total, tiling.persistent * _processors(a.device)) if tiling.persistent else total
     _grouped[(programs,)](
-        TensorDescriptor.from_tensor(a, [block_m, tiling.block_k]) if tma_a else a,
-        TensorDescriptor.from_tensor(w.view(-1, depth), [tiling.block_n, tiling.block_k]) if tma else w,
+        a, TensorDescriptor.from_tensor(a, [block_m, tiling.block_k]) if tma_a else None,
+        w, TensorDescriptor.from_tensor(w.view(-1, depth), [tiling.block_n, tiling.block_k]) if tma else None,
         bias, weights_TJ, out, ids_TJ if order is None else None, *(order or (None,) * 4), num, tiles,
         J=width, P=sizes.num_slots, C=C, D=depth, BM=block_m, BN=tiling.block_n, BK=tiling.block_k,
         STAGES=tiling.stages, FIRST=first, GATED=gated, ACT=sizes.activation.value, CLAMP=sizes.clamp or 0.0,
         WEIGH=weigh, INLINE=order is None, NP=_padded(num) if order is None else 1, TMA_A=tma_a,
-        TMA_B=tma, PRECISION="ieee" if a.dtype is torch.float32 else "tf32", PERSISTENT=tiling.persistent > 0,
+        TMA_B=tma, PRECISION="ieee" if a.dtype is torch.float32 else "tf32",
+        HALVE=tiling.halve and order is not None and block_m >= 32, PERSISTENT=tiling.persistent > 0,
         num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     return out
@@ -316,6 +348,20 @@ def combine(out_ND: torch.Tensor, ids_TJ: torch.Tensor, num_slots: int) -> torch
 
 
 @triton.jit
+def _two_rows(gate, up, x, scale, rows, f_ok, k, kk, F: tl.constexpr, D: tl.constexpr, WEIGH: tl.constexpr):
+    """Add x[k..] times the gate and up rows' values there."""
+    ok = f_ok[:, None] & (k + kk < D)[None, :]
+    # x is read as wide as the rows are: the values already stand where they are used, without a barrier
+    x_FK = tl.load(x + k + tl.broadcast_to(kk[None, :], ok.shape), mask=ok, other=0.0)
+    if WEIGH == "input":
+        x_FK *= scale.to(x_FK.dtype)
+    x_FK = x_FK.to(tl.float32)
+    gate += tl.load(rows + k, mask=ok, other=0.0).to(tl.float32) * x_FK
+    up += tl.load(rows + F * D + k, mask=ok, other=0.0).to(tl.float32) * x_FK
+    return gate, up
+
+
+@triton.jit
 def _gate_up_rows(
     x, w, bias, weights, ids, h, J: tl.constexpr, P: tl.constexpr, F: tl.constexpr, D: tl.constexpr, BF: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, ACT: tl.constexpr, CLAMP: tl.constexpr, WEIGH: tl.constexpr,
@@ -327,16 +373,18 @@ def _gate_up_rows(
         f = tl.program_id(0) * BF + tl.arange(0, BF)
         kk = tl.arange(0, BK)
         rows = w + expert.to(tl.int64) * 2 * F * D + f[:, None] * D + kk[None, :]
+        x += n // J * D
+        scale = 1.0
+        if WEIGH == "input":
+            scale = tl.load(weights + n)
         gate = tl.zeros([BF, BK], tl.float32)
         up = tl.zeros([BF, BK], tl.float32)
-        for k in tl.range(0, D, BK, num_stages=STAGES):
-            ok = (f < F)[:, None] & (k + kk < D)[None, :]
-            x_K = tl.load(x + n // J * D + k + kk, mask=k + kk < D, other=0.0)
-            if WEIGH == "input":
-                x_K *= tl.load(weights + n).to(x_K.dtype)
-            x_K = x_K.to(tl.float32)[None, :]
-            gate += tl.load(rows + k, mask=ok, other=0.0).to(tl.float32) * x_K
-            up += tl.load(rows + F * D + k, mask=ok, other=0.0).to(tl.float32) * x_K
+        if STAGES == 0:  # unrolled: every load can be on its way at once
+            for k in tl.static_range(0, D, BK):
+                gate, up = _two_rows(gate, up, x, scale, rows, f < F, k, kk, F, D, WEIGH)
+        else:
+            for k in tl.range(0, D, BK, num_stages=STAGES):
+                gate, up = _two_rows(gate, up, x, scale, rows, f < F, k, kk, F, D, WEIGH)
         gate_F, up_F = tl.sum(gate, 1), tl.sum(up, 1)
         if bias is not None:
             gate_F += tl.load(bias + expert * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
@@ -345,34 +393,46 @@ def _gate_up_rows(
 
 
 @triton.jit
+def _one_slot(acc, h, w, ids, weights, n, k, d, P: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
+              WEIGH: tl.constexpr):  # fmt: skip
+    """Add assignment n's h[k] times its expert's down rows d, weighed; nothing is read of an invalid slot."""
+    expert = tl.load(ids + n)
+    live = (expert >= 0) & (expert < P)
+    ok = (d < D)[:, None] & (live & (k < F))[None, :]
+    h_DK = tl.load(h + n * F + tl.broadcast_to(k[None, :], ok.shape), mask=ok, other=0.0).to(tl.float32)
+    if WEIGH == "output":
+        h_DK *= tl.load(weights + n, mask=live, other=0.0).to(tl.float32)
+    rows = w + expert.to(tl.int64) * D * F + d[:, None] * F + k[None, :]
+    return acc + tl.load(rows, mask=ok, other=0.0).to(tl.float32) * h_DK
+
+
+@triton.jit
 def _down_rows(
     h, w, bias, weights, ids, y, J: tl.constexpr, P: tl.constexpr, F: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, WEIGH: tl.constexpr,
 ):  # fmt: skip
-    """BD channels of one row's sum over its slots, in slot order."""
+    """BD channels of one row's sum over its slots."""
     t = tl.program_id(1)
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     kk = tl.arange(0, BK)
     blocks: tl.constexpr = (F + BK - 1) // BK
     acc = tl.zeros([BD, BK], tl.float32)
-    plain = tl.zeros([BD], tl.float32)
-    for i in tl.range(0, J * blocks, num_stages=STAGES):
-        n = t * J + i // blocks
-        k = i % blocks * BK + kk
-        expert = tl.load(ids + n)
-        live = (expert >= 0) & (expert < P)
-        ok = live & (k < F)
-        h_K = tl.load(h + n * F + k, mask=ok, other=0.0).to(tl.float32)
-        scale = 1.0
-        if WEIGH == "output":
-            scale = tl.load(weights + n, mask=live, other=0.0).to(tl.float32)
-            h_K *= scale
-        rows = w + expert.to(tl.int64) * D * F + d[:, None] * F + k[None, :]
-        acc += tl.load(rows, mask=(d < D)[:, None] & ok[None, :], other=0.0).to(tl.float32) * h_K[None, :]
-        if bias is not None:
-            first = live & (i % blocks == 0) & (d < D)
-            plain += tl.load(bias + expert * D + d, mask=first, other=0.0).to(tl.float32) * scale
-    tl.store(y + t * D + d, (tl.sum(acc, 1) + plain).to(y.dtype.element_ty), mask=d < D)
+    if STAGES == 0:
+        for i in tl.static_range(0, J * blocks):
+            acc = _one_slot(acc, h, w, ids, weights, t * J + i // blocks, i % blocks * BK + kk, d, P, F, D, WEIGH)
+    else:
+        for i in tl.range(0, J * blocks, num_stages=STAGES):
+            acc = _one_slot(acc, h, w, ids, weights, t * J + i // blocks, i % blocks * BK + kk, d, P, F, D, WEIGH)
+    total = tl.sum(acc, 1)
+    if bias is not None:
+        for j in tl.static_range(0, J):
+            expert = tl.load(ids + t * J + j)
+            live = (expert >= 0) & (expert < P)
+            more = tl.load(bias + expert * D + d, mask=live & (d < D), other=0.0).to(tl.float32)
+            if WEIGH == "output":
+                more *= tl.load(weights + t * J + j, mask=live, other=0.0).to(tl.float32)
+            total += more
+    tl.store(y + t * D + d, total.to(y.dtype.element_ty), mask=d < D)
 
 
 def by_rows(x_TD: Any, gate_up_PHD: Any, down_PDF: Any, biases: tuple[Any, Any], ids_TJ: Any, weights_TJ: Any,

@@ -15,7 +15,10 @@ TABLE = Path(__file__).with_name("tuned.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """A grouped product's tile [BM, block_n], block_k deep; persistent: programs a processor, 0 for one a tile."""
+    """A grouped product's tile [BM, block_n], block_k deep; persistent: programs a processor, 0 for one a tile.
+
+    stages: tiles on their way ahead of the product; 0, for path "rows" only, unrolls.
+    """
 
     block_n: int
     block_k: int
@@ -23,6 +26,7 @@ class Product:
     warps: int
     tma: bool = False  # read what is contiguous through the copy engine, where there is one
     persistent: int = 0
+    halve: bool = False  # an expert's last tile, where half filled or less, is half as high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +46,8 @@ def _same(block_m: int, n: int, k: int, stages: int, warps: int, *, path: str = 
 
 
 ROWS = Config(
-    path="rows", block_m=1, gate_up=Product(block_n=4, block_k=512, stages=2, warps=4),
-    down=Product(block_n=4, block_k=512, stages=3, warps=4),
+    path="rows", block_m=1, gate_up=Product(block_n=4, block_k=512, stages=0, warps=4),
+    down=Product(block_n=4, block_k=256, stages=0, warps=4),
 )  # fmt: skip
 INLINE_ASSIGNMENTS = 128  # above it, every program looking at all ids costs more than a launch
 

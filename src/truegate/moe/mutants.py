@@ -3,7 +3,7 @@
 Invariant: a mutant is planted in a layer as it runs; what counts as caught is the self-test's own verdict.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,12 +97,12 @@ def _plan(spec: RoutingSpec, backends: Backends, *, fused: bool, redundant: int,
 
 def outcomes(
     *, layers_each: int | None = None, dtype: torch.dtype = torch.float32, backends: Backends | None = None,
-    device: str = "cpu",
+    device: str = "cpu", faults: Sequence[Fault] = FAULTS,
 ) -> Iterator[Outcome]:  # fmt: skip
     """Plant every fault in the first `layers_each` layers it applies to (None: all)."""
     backends = backends or choose()
     every = plans(backends)
-    for fault in FAULTS:
+    for fault in faults:
         fitting = [name for name, plan in every.items() if fault.applies(plan)]
         for name in fitting[:layers_each]:
             layer = MoELayer(every[name], backends, dtype=dtype, device=device)

@@ -6,7 +6,7 @@ import typer
 
 from truegate.errors import EXIT_FAULT, UserError
 
-ROUTERS = "torch, aiter"
+ROUTERS = "torch, triton, aiter"
 EXPERTS = "torch, triton, deep_gemm, cutlass_fp8, flashinfer_cutlass, flashinfer_trtllm, aiter"
 EXCHANGES = "local, allgather, alltoall, deepep_normal, deepep_low_latency, mori"
 

@@ -17,6 +17,7 @@ PATHS = {
     "ordered": cases.tiling("ordered", 16, 16, 16),
     "persistent": cases.tiling("ordered", 16, 16, 16, persistent=1),
     "copy engine": cases.tiling("ordered", 16, 16, 16, tma=True),
+    "halved": cases.tiling("ordered", 32, 16, 16, halve=True, tma=True),
 }
 
 
@@ -51,7 +52,7 @@ def test_narrow_dtypes_accumulate_in_fp32(path):
     assert cases.worst(got, cases.reference(one, x, ids, weights)) < 1e-2
 
 
-@pytest.mark.parametrize("path", ["inline", "ordered", "persistent"])
+@pytest.mark.parametrize("path", ["inline", "ordered", "persistent", "halved"])
 def test_an_expert_with_more_rows_than_a_tile(path):
     one = cases.layer(4, 16, 16)
     x, ids, weights = cases.rows(one, 41, 1, crowd=True, drop=0.1)

@@ -95,7 +95,7 @@ def contracts(part: str) -> list:
 ROUTERS = (*contracts("routers"), FOLDS_ALL, None)
 EXPERTS = (*contracts("experts"), MULTIPLIES, NEVER_WEIGHS, ALWAYS_WEIGHS, LOGITS_TIMES)
 DISPATCHES = (*contracts("dispatch"), GATHERS_ANY, SENDS_TAIL)
-AITER = load("routers", "aiter").CONTRACT  # its facts are those of folds_all or of torch
+REPEATED = tuple(load("routers", name).CONTRACT for name in ("aiter", "triton"))  # facts of folds_all and of torch
 ALIKE = ("cutlass_fp8", "flashinfer_cutlass", "triton")  # the plan reads the same facts of these as of others
 # tp, dp, ep and redundant experts
 RANKS = (
@@ -163,7 +163,7 @@ def product(specs=SPECS, ranks=RANKS) -> Iterator[Case]:
             for choices in options(Ranks(tp=tp, dp=dp, ep=ep)):
                 for router in ROUTERS:
                     for experts in EXPERTS:
-                        if not whole and (router is AITER or experts.name in ALIKE):
+                        if not whole and (router in REPEATED or experts.name in ALIKE):
                             continue
                         if experts.takes_logits != (router is None) and (tp, dp, ep, redundant) != ranks[0]:
                             continue

@@ -1,0 +1,129 @@
+"""The expert kernels on a GPU (NVIDIA; written for H200) against their twins, in sweeps over tilings and row counts."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import experts_cases as cases
+
+from truegate.kernels import experts as kernels
+from truegate.kernels.ref import experts as twin
+from truegate.law.faults import FAULTS
+from truegate.law.placement import place
+from truegate.law.plan import Choices
+from truegate.law.spec import Activation, RoutingSpec
+from truegate.moe.backends import choose, compile_layer
+from truegate.moe.basis import Instrument, Step
+from truegate.moe.layer import MoELayer
+from truegate.moe.mutants import LAYERS, SIZES, outcomes
+from truegate.moe.selftest import self_test
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+TILINGS = {
+    "rows": cases.tiling("rows", 1, 4, 512, stages=1),
+    "rows staged": cases.tiling("rows", 1, 8, 128, stages=3),
+    "inline": cases.tiling("inline", 16, 32, 128, stages=3),
+    "16": cases.tiling("ordered", 16, 64, 128, stages=3),
+    "32": cases.tiling("ordered", 32, 64, 64, stages=3),
+    "64": cases.tiling("ordered", 64, 64, 64, stages=3),
+    "64 tma": cases.tiling("ordered", 64, 128, 64, stages=3, tma=True),
+    "128 tma": cases.tiling("ordered", 128, 128, 64, stages=3, warps=8, tma=True),
+    "128 halved": cases.tiling("ordered", 128, 128, 64, stages=3, warps=8, halve=True),
+    "128 tma halved": cases.tiling("ordered", 128, 128, 64, stages=3, warps=8, tma=True, halve=True),
+    "128 tma persistent": cases.tiling("ordered", 128, 128, 64, stages=3, warps=8, tma=True, persistent=1, halve=True),
+}
+
+
+def rows_of(path):
+    return (1, 2) if path.startswith("rows") else (2, 5, 30) if path == "inline" else (3, 17, 65, 130, 400)
+
+
+@pytest.mark.parametrize("path", TILINGS)
+@pytest.mark.parametrize(("hidden", "width"), [(256, 192), (200, 136)], ids=["even", "uneven"])
+def test_experts_are_their_twin_at_every_tiling(path, hidden, width):
+    one = cases.layer(16, hidden, width, dtype=torch.bfloat16, device="cuda", unused=(3, 15))
+    for num_rows in rows_of(path):
+        for crowd in (False, True):
+            x, ids, weights = cases.rows(one, num_rows, 3, seed=num_rows, crowd=crowd)
+            got = cases.run(one, TILINGS[path], x, ids, weights)
+            assert cases.worst(got, cases.reference(one, x, ids, weights)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("path", ["rows", "inline", "16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("activation", Activation, ids=str)
+@pytest.mark.parametrize("at_input", [False, True], ids=["output", "input"])
+def test_activations_biases_sides_and_dtypes(path, dtype, activation, at_input):
+    config = TILINGS[path] if dtype is torch.float16 else cases.tiling(TILINGS[path].path, 16, 32, 32)
+    one = cases.layer(4, 128, 64, dtype=dtype, device="cuda", activation=activation, at_input=at_input, bias=True)
+    x, ids, weights = cases.rows(one, 6, 2)
+    got = cases.run(one, config, x, ids, weights)
+    assert cases.worst(got, cases.reference(one, x, ids, weights)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("num_rows", "slots", "num_slots"), [(1, 8, 7), (700, 3, 64), (4097, 8, 300)])
+def test_permute_is_a_stable_sort_whose_tiles_cover_it(num_rows, slots, num_slots):
+    ids = torch.randint(-3, num_slots + 3, (num_rows, slots)).to(torch.int32)
+    got = kernels.permute(ids.cuda(), num_slots, 64)
+    valid = (ids >= 0) & (ids < num_slots)
+    key = torch.where(valid, ids, num_slots).flatten().argsort(stable=True)[: int(valid.sum())]
+    assert torch.equal(got.order_N[: len(key)].cpu(), key.to(torch.int32))
+    found = [(e, s) for e, s in zip(got.tile_expert_Q.tolist(), got.tile_start_Q.tolist(), strict=True) if e >= 0]
+    assert found == twin.permute(ids, num_slots, 64)[1]
+
+
+def layer_of(family, *, dtype=torch.bfloat16, **choices) -> MoELayer:
+    spec, backends = RoutingSpec(family=family, **{**SIZES, **LAYERS[family]}), choose(experts="triton")
+    plan = compile_layer(spec, backends, place(num_experts=spec.num_experts), Choices(**choices))
+    return MoELayer(plan, backends, dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("family", LAYERS)
+def test_the_self_test_passes_on_the_kernels(family, dtype):
+    for fused in (False, True) if LAYERS[family].get("shared") is not None else (False,):
+        report = self_test(layer_of(family, dtype=dtype, fuse_shared=fused))
+        assert report.ok, report.sentence
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_every_fault_is_caught_through_the_kernels(part):
+    backends = choose(experts="triton")
+    for outcome in outcomes(layers_each=1, backends=backends, device="cuda", faults=FAULTS[part::8]):
+        assert outcome.caught_by, f"{outcome.fault.name} in {outcome.layer} was not seen"
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize("part", range(4))
+def test_coefficients_at_every_row_count_are_those_of_one_row(family, part):
+    layer = layer_of(family, dtype=torch.float32)
+    instrument = Instrument(layer)
+    instrument.measure(instrument.rows(1))  # writes the read-out
+    x_TD = instrument.rows(1025)
+
+    def run(x):
+        return layer(x, Step(torch.zeros(len(x), dtype=torch.int64, device="cuda"), None, True))
+
+    alone_TD = torch.cat([run(x_TD[t : t + 1]) for t in range(1025)])
+    for num_rows in range(1 + part, 1026, 4):
+        torch.testing.assert_close(run(x_TD[:num_rows]), alone_TD[:num_rows], rtol=2e-6, atol=1e-6)
+
+
+def test_a_captured_graph_runs_other_rows_and_ids():
+    for path, num_rows in (("rows", 1), ("inline", 7), ("16", 40), ("64 tma", 130)):
+        one = cases.layer(16, 256, 192, dtype=torch.bfloat16, device="cuda")
+        first, second = (cases.rows(one, num_rows, 3, seed=s) for s in (1, 2))
+        live = [t.clone() for t in first]
+        cases.run(one, TILINGS[path], *live)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = cases.run(one, TILINGS[path], *live)
+        for scene in (second, first):
+            for to, value in zip(live, scene, strict=True):
+                to.copy_(value)
+            graph.replay()
+            assert torch.equal(y, cases.run(one, TILINGS[path], *scene))
