@@ -18,6 +18,7 @@ from truegate.canary.manifest import FINGERPRINTS, Manifest
 OFF_GRID = (3, 5, 7, 9, 15, 17, 23, 33, 63, 65, 127, 129, 255, 257)  # beside the sizes that engines capture graphs for
 LONG = (7, 33, 129, 300)
 BETWEEN = "between phases"
+_CROWD = 300  # more rows of one expert than kernels' blocks and small capacities hold
 _LIST = 50  # prompts in one list of `lists`
 _PLACES = 6  # probes asked between phases: did experts move since?
 
@@ -305,7 +306,8 @@ class Asker:
         plain = [p.index for p in self.manifest.probes if p.kind is Kind.PLAIN]
         for probe in self.rng.permutation(plain)[: self.effort.repeats].tolist():
             self._ask_list(phase, [[probe]] * 33)
-        return f"{self.effort.repeats} x 33 rows that all choose the same experts"
+            self._ask_each(phase, [[probe] * _CROWD], parallel=1, batch=1)
+        return f"{self.effort.repeats} x 33 rows that all choose the same experts, and {_CROWD} in one prompt"
 
     def _one_rank(self, phase: str) -> str:
         """Rows whose experts are as close together as they come: with expert parallelism one rank gets most."""

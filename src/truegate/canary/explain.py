@@ -63,6 +63,7 @@ class Verdict:
     undecided: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     grid: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)  # layer -> phase -> wrong, asked
+    sizes: dict[str, dict[int, tuple[int, int]]] = field(default_factory=dict)  # phase -> batch size -> wrong, asked
     num_right: int = 0
     num_cells: int = 0
     lost: str | None = None
@@ -81,6 +82,7 @@ def explain(manifest: Manifest, evidence: Evidence) -> tuple[Verdict, Measured]:
         verdict.num_right += int(counted[right].sum())
         if not right.all():
             found += _explain_layer(manifest.layers[index], cells, right)
+    verdict.sizes = _by_size(seen)
     verdict.findings = _merge(found)
     _other_findings(manifest, evidence, seen, verdict)
     if not evidence.observations and not evidence.answers and evidence.lost is None:
@@ -93,6 +95,16 @@ def _grid(cells: Cells, right: NDArray[np.bool_]) -> dict[str, tuple[int, int]]:
     for phase in phases_in_order(cells.sights):
         mine = np.array([s.phase == phase for s in cells.sights])
         out[phase] = (int((mine & ~right).sum()), int(mine.sum()))
+    return out
+
+
+def _by_size(seen: Measured) -> dict[str, dict[int, tuple[int, int]]]:
+    """Wrong and asked answers by phase and by rows asked for together, over all layers."""
+    sights = [(s, r) for c in seen.layers.values() for s, r in zip(c.sights, c.right(), strict=True)]
+    out: dict[str, dict[int, tuple[int, int]]] = {p: {} for p in phases_in_order([s for s, _ in sights])}
+    for s, is_right in sorted(sights, key=lambda x: x[0].batch):
+        wrong, asked = out[s.phase].get(s.batch, (0, 0))
+        out[s.phase][s.batch] = wrong + (not is_right), asked + 1
     return out
 
 

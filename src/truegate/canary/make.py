@@ -6,7 +6,7 @@ Invariant: the same arguments and version give the same bytes.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +101,21 @@ def draw(like: Mapping[str, Any], recipe: Recipe) -> Manifest:
     return Manifest(data)
 
 
+def one_shape(specs: Mapping[int, RoutingSpec]) -> RoutingSpec:
+    """The spec that all MoE layers share; UserError with the layers and fields that differ."""
+    (first, spec), *others = specs.items()
+    for index, other in others:
+        for name in spec.__dataclass_fields__:
+            if name != "family" and (a := getattr(spec, name)) != (b := getattr(other, name)):
+                raise UserError(f"{spec.family}: layers {first} and {index} differ in {name} ({a} and {b}), and a "
+                                f"canary's layers have one shape; give --layers {index} to stop before it")  # fmt: skip
+    return spec
+
+
 def _num_shared(specs: Mapping[int, RoutingSpec]) -> int:
     """How many shared experts are told apart: as many as are fused, one where the width is not a multiple."""
-    spec = next(iter(specs.values()))
-    if any(replace(other, family=spec.family) != spec for other in specs.values()):
-        raise UserError("MoE layers of different shapes in one model are not supported by the canary yet")
-    if spec.shared is None:
-        return 0
-    return spec.num_shared_slots or 1
+    spec = one_shape(specs)
+    return 0 if spec.shared is None else spec.num_shared_slots or 1
 
 
 def _table_json(index: int, table: Table) -> dict[str, Any]:

@@ -77,6 +77,7 @@ def result(
         "undecided": verdict.undecided, "notes": verdict.notes, "lost": verdict.lost,
         "right": verdict.num_right, "read": verdict.num_cells,
         "grid": {str(layer): phases for layer, phases in verdict.grid.items()},
+        "sizes": {phase: {str(n): counts for n, counts in found.items()} for phase, found in verdict.sizes.items()},
         "phases": evidence.phases, "seconds": evidence.seconds, "requests": evidence.num_requests,
         "errors": {} if seen is None or not evidence.api.top else _errors(seen),
         "matrices": {} if seen is None else {str(i): _matrix(cells) for i, cells in seen.layers.items()},
@@ -178,7 +179,7 @@ def _matrix(cells: Cells) -> dict[str, Any]:
         names.append(f"{kind} {row}")
         want.append(np.round(cells.want[found].max(axis=0), 6).tolist())
         got.append([None if np.isnan(v) else round(float(v), 6) for v in merged])
-    return {"probes": names, "expected": want, "measured": got}
+    return {"phase": cells.sights[first[0]].phase if first else "", "probes": names, "expected": want, "measured": got}
 
 
 def _evidence_json(e: Evidence) -> dict[str, Any]:

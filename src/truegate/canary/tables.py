@@ -89,15 +89,13 @@ def _cover_sets(
             raise UserError(f"{spec.family}: no cover of {spec.num_experts} experts by top-{k} was found")
         lacking = seen + rng.rand(spec.num_experts) * 0.5
         by_group = np.sort(lacking.reshape(count, size), axis=1)[:, : max(1, k // kept)].sum(axis=1)
-        order = sorted(range(count), key=lambda g: (not any(e // size == g for e in always), by_group[g]))
-        members = [np.arange(g * size, (g + 1) * size) for g in order[:kept]]
-        share = _shares(k, kept, size)
+        order = sorted(range(count), key=lambda g: (not any(e // size == g for e in always), by_group[g]))[:kept]
         chosen = list(always)
-        for group, part in zip(members, share, strict=True):
-            inside = sum(e in group for e in always)
-            rest = [e for e in group[np.argsort(lacking[group], kind="stable")] if e not in always]
-            chosen += rest[: part - inside]
-        wanted = np.array(sorted(chosen[:k]))
+        share = _shares(k - len(always), kept, size - bool(always))
+        for g, part in zip(sorted(order, key=by_group.__getitem__), share, strict=True):
+            group = np.arange(g * size, (g + 1) * size)
+            chosen += [e for e in group[np.argsort(lacking[group], kind="stable")] if e not in always][:part]
+        wanted = np.array(sorted(chosen))
         seen[wanted] += 1
         sets.append(wanted)
     return sets

@@ -1,6 +1,7 @@
 """Laws of making: same bytes, exact cover, margins, manifests that notice edits, and refusals that name the remedy."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from toy import Toy
 
 from truegate.canary.archs import Sizes, canary_config, default_config
 from truegate.canary.definition import Kind
-from truegate.canary.make import Recipe, draw, make
+from truegate.canary.make import Recipe, draw, make, one_shape
 from truegate.canary.manifest import FILE, load
 from truegate.canary.weights import powers, spread
 from truegate.errors import UserError
@@ -165,3 +166,15 @@ def test_kinds_drive_experts_as_they_say(canary):
     manifest = load(canary("gpt_oss"))
     kinds = {p.kind for p in manifest.probes}
     assert {Kind.LOUD_GATE, Kind.LOUD_UP, Kind.DIM, Kind.EIGHTH, Kind.THIRD} <= kinds
+
+
+def test_layers_of_different_shapes_are_refused_by_name():
+    spec = specs_of(small_config("qwen3_moe") | {"num_hidden_layers": 1})[0]
+    with pytest.raises(UserError, match=r"layers 1 and 3 differ in top_k \(4 and 2\).*--layers 3"):
+        one_shape({1: spec, 2: spec, 3: replace(spec, top_k=2)})
+
+
+@pytest.mark.parametrize("family", ["hunyuan_v1_moe", "llama"])
+def test_a_family_without_a_canary_is_refused_by_name(family):
+    with pytest.raises(UserError, match=family):
+        canary_config({"model_type": family, "num_hidden_layers": 4, "hidden_size": 256}, Sizes(), 1024)
