@@ -50,6 +50,20 @@ def test_real_expert_counts_are_covered_within_groups():
     assert ((chosen.reshape(len(chosen), 8, 32).any(axis=2)).sum(axis=1) <= 4).all()
 
 
+def test_a_top_k_as_small_as_the_kept_groups_is_covered_beside_a_huge_bias():
+    """One place of each token belongs to the expert of the huge bias; its own group must still be reached."""
+    config = small_config("deepseek_v3") | {
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 2,
+        "n_group": 4,
+        "topk_group": 2,
+    }
+    for layer in draw(config, Recipe(sizes=Sizes(hidden=384))).layers.values():
+        chosen = layer.coefficients()[0][:, :16] != 0
+        assert chosen.sum(axis=0).min() >= 2
+        assert (chosen.sum(axis=1) == 2).all()
+
+
 def test_every_choice_has_a_margin_that_bf16_scores_keep(canary, family):
     for table in load(canary(family)).data["tables"]:
         assert min(table["margins"]) >= 0.012
