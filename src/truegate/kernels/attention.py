@@ -205,7 +205,7 @@ def decode(
     block_g = min(max(16, triton.next_power_of_2(group)), 64 if e_size <= 256 else 16)
     head_blocks = num_keys * triton.cdiv(group, block_g)
     splits = decodes.num_splits or num_splits(size * head_blocks)
-    block_s = _block(64, e_size, q1)
+    block_s, num_stages, num_warps = _decode_tile(e_size, q1)
     y_DHV = q1.new_empty(size, num_heads, v_size)
     partial = lse = y_DHV
     if splits > 1:
@@ -218,7 +218,7 @@ def decode(
         H=num_heads, G=group, E=e_size, R=r_size, V=v_size, PAGE=decodes.page_size, SPLITS=splits, BLOCK_G=block_g,
         BLOCK_S=block_s, BLOCK_E=_power(e_size), BLOCK_R=_power(r_size), BLOCK_V=_power(v_size),
         VALUES_ARE_KEYS=v.data_ptr() == k1.data_ptr() and v_size == e_size, PRECISION=_precision(q1),
-        num_warps=4, num_stages=3 if e_size <= 256 else 2,
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if splits > 1:
         block_v = min(_power(v_size), 128)
@@ -253,7 +253,8 @@ def prefill(
     num_keys, v_size = v.shape[1:]
     r_size = 0 if q2 is None else q2.shape[2]
     table = chunks.table_NP
-    long = chunks.longest > 64 and q1.element_size() == 2
+    narrow = q1.element_size() == 2
+    long = narrow and chunks.longest > 64
     block_m = 128 if long else 64
     _prefill_kernel[(triton.cdiv(chunks.longest, block_m), num_heads, chunks.size)](
         q1, q2 if r_size else q1, k1, k2 if r_size else k1, v, y_THV, chunks.chunks_C4,
@@ -261,8 +262,9 @@ def prefill(
         *_strides(q1, q2 if r_size else q1, k1, k2 if r_size else k1, v), y_THV.stride(0), y_THV.stride(1),
         0 if table is None else table.stride(0),
         G=num_heads // num_keys, E=e_size, R=r_size, V=v_size, PAGE=chunks.page_size, PAGED=table is not None,
-        BLOCK_M=block_m, BLOCK_S=_block(64, e_size, q1), BLOCK_E=_power(e_size), BLOCK_R=_power(r_size),
-        BLOCK_V=_power(v_size), PRECISION=_precision(q1), num_warps=8 if long else 4, num_stages=3,
+        BLOCK_M=block_m, BLOCK_S=64 if narrow else 32, BLOCK_E=_power(e_size), BLOCK_R=_power(r_size),
+        BLOCK_V=_power(v_size), PRECISION=_precision(q1), num_warps=8 if long else 4,
+        num_stages=3 if narrow else 2,
     )  # fmt: skip
 
 
@@ -273,13 +275,18 @@ def _power(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def _block(most: int, e_size: int, q: torch.Tensor) -> int:
-    """Slots of one tile, so that a few tiles fit the shared memory."""
-    return max(16, most * 256 // (max(e_size, 128) * q.element_size()))
+def _decode_tile(e_size: int, q: torch.Tensor) -> tuple[int, int, int]:
+    """Slots of a tile, pipeline stages, warps. Reading pages takes every other stage: 5 keep two tiles on their way."""
+    if q.element_size() == 4:
+        return (32, 3, 4) if e_size <= 256 else (16, 2, 8)
+    return (64, 5, 4) if e_size <= 256 else (32, 5, 8)
 
 
 def _precision(q: torch.Tensor) -> str:
-    return "ieee" if q.dtype == torch.float32 else "tf32"  # 16-bit operands do not read it
+    """Three products of the matrix units' 32-bit format are as exact as float32; 16-bit operands do not read this."""
+    if q.dtype != torch.float32:
+        return "tf32"
+    return "ieee" if torch.version.hip else "tf32x3"
 
 
 def _strides(*tensors: torch.Tensor) -> list[int]:

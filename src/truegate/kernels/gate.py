@@ -41,7 +41,7 @@ def gate(x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | Non
     block = 16 if num_rows <= 512 else 64
     _gate_kernel[(triton.cdiv(num_rows, block), triton.cdiv(num_out, block))](
         x_TD, weight_ED, x_TD if bias_E is None else bias_E, y_TE, num_rows, x_TD.stride(0), E=num_out, D=width,
-        BIASED=bias_E is not None, BLOCK_T=block, BLOCK_E=block, BLOCK_D=128,
-        PRECISION="ieee" if x_TD.dtype == torch.float32 else "tf32x3", num_warps=4, num_stages=3,
+        BIASED=bias_E is not None, BLOCK_T=block, BLOCK_E=block, BLOCK_D=128 if block == 16 else 64,
+        PRECISION="ieee" if torch.version.hip else "tf32x3", num_warps=4, num_stages=3,
     )  # fmt: skip
     return y_TE

@@ -124,17 +124,17 @@ def _latent_store_kernel(
     if tl.program_id(1) == 0:
         stored = pool + tl.load(slots + row).to(tl.int64) * pool_slot
         column = tl.arange(0, BLOCK_C)
-        ok = column < C
-        value = tl.load(latent + row * latent_row + column, mask=ok, other=0.0).to(tl.float32)
+        ok_c = column < C
+        value = tl.load(latent + row * latent_row + column, mask=ok_c, other=0.0).to(tl.float32)
         value *= tl.rsqrt(tl.sum(value * value, 0) / C + eps)
-        value *= tl.load(weight + column, mask=ok, other=0.0).to(tl.float32)
-        tl.store(stored + column, value.to(dtype), mask=ok)
+        value *= tl.load(weight + column, mask=ok_c, other=0.0).to(tl.float32)
+        tl.store(stored + column, value.to(dtype), mask=ok_c)
         source = latent + row * latent_row + C + 2 * pair
-        even = tl.load(source, mask=ok_p, other=0.0).to(tl.float32)
-        odd = tl.load(source + 1, mask=ok_p, other=0.0).to(tl.float32)
-        even, odd = _rotated(even, odd, rotations, position, R, BLOCK_P)
-        tl.store(stored + C + 2 * pair, even.to(dtype), mask=ok_p)
-        tl.store(stored + C + 2 * pair + 1, odd.to(dtype), mask=ok_p)
+        k_even = tl.load(source, mask=ok_p, other=0.0).to(tl.float32)
+        k_odd = tl.load(source + 1, mask=ok_p, other=0.0).to(tl.float32)
+        k_even, k_odd = _rotated(k_even, k_odd, rotations, position, R, BLOCK_P)
+        tl.store(stored + C + 2 * pair, k_even.to(dtype), mask=ok_p)
+        tl.store(stored + C + 2 * pair + 1, k_odd.to(dtype), mask=ok_p)
     else:
         head = (tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
         ok = (head < H)[:, None] & ok_p[None, :]

@@ -1,0 +1,159 @@
+"""Attention kernels on one GPU, beside their floors: bytes (decode) or operations (prefill) at measured rates.
+
+    python benchmarks/gpu_attention.py [--sweep] [--context 1152]
+
+Decode: a captured pass over as many layers as keep the pool out of the L2 cache, per layer, at each batch size; with
+--sweep for several tiles and splits, to choose `_decode_tile` and `num_splits` by. Prefill: 1 and 8 prompts of 1,024.
+"""
+
+import argparse
+import itertools
+
+import torch
+
+from truegate.cache.pools import MHAPool, MLAPool
+from truegate.kernels import attention, gate, norm
+from truegate.layers.paged import paged_step
+from truegate.types import Batch
+
+PAGE, BANDWIDTH, MATMUL = 16, 4.3e12, 780e12
+
+
+def timed(run, repeats: int = 20) -> float:
+    """Median microseconds of a captured `run`."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    for mark in marks:
+        mark.record()
+        graph.replay()
+    torch.cuda.synchronize()
+    return sorted(a.elapsed_time(b) for a, b in itertools.pairwise(marks))[repeats // 2] * 1e3
+
+
+def batch_of(parts, pool) -> Batch:
+    pages = -(-max(context for _, context in parts) // PAGE)
+    table_NP = torch.randperm(len(parts) * pages, device="cuda").view(len(parts), pages) + 1
+    num_rows = sum(rows for rows, _ in parts)
+    rows_T = torch.zeros(num_rows, dtype=torch.int64, device="cuda")
+    return Batch(
+        token_ids_T=rows_T, positions_T=rows_T, valid_T=rows_T == 0, slots_T=rows_T, page_table_NP=table_NP.int(),
+        query_lens=[rows for rows, _ in parts], context_lens=[context for _, context in parts], logit_rows_M=rows_T,
+    )  # fmt: skip
+
+
+def make(kind: str, parts, layers: int):
+    pages = 1 + sum(-(-context // PAGE) for _, context in parts)
+    width, cls = (1024, MHAPool) if kind == "gqa" else (576, MLAPool)
+    pool = cls(
+        num_layers=layers, num_pages=pages, page_size=PAGE, width=width, dtype=torch.bfloat16, device="cuda"
+    )  # fmt: skip
+    pool.data.normal_()
+    return pool, batch_of(parts, pool)
+
+
+def decode(kind: str, size: int, context: int, splits: int | None) -> tuple[float, float]:
+    """(microseconds, floor) of one layer."""
+    num_bytes = size * context * (1024 if kind == "gqa" else 576) * 2
+    layers = max(2, min(32, -(-(200 << 20) // num_bytes)))
+    pool, batch = make(kind, [(1, context)] * size, layers)
+    step = paged_step(batch, pool, torch.zeros(1, 2, device="cuda"), num_splits=splits)
+    if kind == "gqa":
+        q, scale = (torch.randn(size, 32, 128, device="cuda", dtype=torch.bfloat16), None), 128**-0.5
+    else:
+        q, scale = tuple(torch.randn(size, 16, n, device="cuda", dtype=torch.bfloat16) for n in (512, 64)), 192**-0.5
+
+    def run() -> None:
+        for layer in range(layers):
+            rows = pool.rows(layer)
+            if kind == "gqa":
+                kv = rows.view(-1, 2, 4, 128)
+                keys = kv[:, 0], None, kv[:, 1]
+            else:
+                latent, rest = rows[:, None].split((512, 64), -1)
+                keys = latent, rest, latent
+            attention.decode(q, keys, step.decodes, scale=scale)
+
+    return timed(run) / layers, num_bytes / BANDWIDTH * 1e6
+
+
+def prefill(kind: str, count: int, length: int) -> tuple[float, float]:
+    pool, batch = make(kind, [(length, length)] * count, 1)
+    step = paged_step(batch, pool, torch.zeros(1, 2, device="cuda"))
+    num_rows = count * length
+
+    def random(*shape):
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    if kind == "gqa":
+        kv = pool.rows(0).view(-1, 2, 4, 128)
+        q, keys, chunks = (random(num_rows, 32, 128), None), (kv[:, 0], None, kv[:, 1]), step.chunks
+        heads, width = 32, 256
+    else:
+        kv = random(num_rows, 16, 256)
+        rest = random(num_rows, 1, 64).expand(-1, 16, -1)
+        q = random(num_rows, 16, 128), random(num_rows, 16, 64)
+        keys, chunks = (kv[..., :128], rest, kv[..., 128:]), step.spread
+        heads, width = 16, 320
+    y = random(num_rows, heads, 128)
+    operations = 2 * count * heads * width * length * (length + 1) / 2
+    return timed(lambda: attention.prefill(q, keys, chunks, y, scale=0.08)), operations / MATMUL * 1e6
+
+
+def others() -> None:
+    for num_rows in (1, 8, 32, 128, 8192):
+        x = torch.randn(num_rows, 2048, device="cuda", dtype=torch.bfloat16)
+        residual, weight = x.clone(), torch.ones(2048, device="cuda", dtype=torch.bfloat16)
+        gates = torch.randn(128, 2048, device="cuda")
+        qkv = torch.randn(num_rows, 5120, device="cuda", dtype=torch.bfloat16)
+        pool, batch = make("gqa", [(1, 16)] * num_rows, 1)
+        batch.slots_T = torch.arange(num_rows, device="cuda") + 16
+        heads = torch.ones(36, 128, device="cuda", dtype=torch.bfloat16), 1e-6
+        rotations = torch.randn(64, 128, device="cuda")
+        took = [
+            timed(lambda: [run() for _ in range(10)]) / 10
+            for run in (
+                lambda: norm.rms_norm(x, weight, 1e-6, residual),
+                lambda: gate.gate(x, gates),
+                lambda: torch.nn.functional.linear(x.float(), gates),
+                lambda: norm.rotate_and_store(qkv, (32, 4), heads, rotations, batch, pool.rows(0)),
+            )
+        ]
+        print(f"T={num_rows:<5} add+norm {took[0]:6.1f} us  gate {took[1]:6.1f} (cast and linear {took[2]:6.1f})  "
+              f"norm, rotate, store {took[3]:6.1f}", flush=True)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--context", type=int, default=1152)
+    options = parser.parse_args()
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
+    for kind, size in itertools.product(("gqa", "mla"), (1, 8, 32, 128)):
+        us, floor = decode(kind, size, options.context, None)
+        print(f"{kind} decode B={size:<4} {us:7.1f} us  floor {floor:6.1f} ({floor / us:4.0%})", flush=True)
+        if options.sweep:
+            found = []
+            usual = attention._decode_tile
+            tiles = ((64, 5, 4), (32, 5, 4), (64, 7, 4), (128, 5, 8)) if kind == "gqa" else ((32, 5, 8), (16, 7, 4), (32, 3, 4))  # fmt: skip
+            for tile, splits in itertools.product(tiles, (1, 2, 4, 8, 16, 32, 64)):
+                if not 64 <= size * splits * (4 if kind == "gqa" else 1) <= 4096:
+                    continue
+                attention._decode_tile = lambda *_, tile=tile: tile
+                try:
+                    found.append((decode(kind, size, options.context, splits)[0], splits, tile))
+                except Exception as error:
+                    print("   ", splits, tile, type(error).__name__)
+            attention._decode_tile = usual
+            print("   " + "; ".join(f"{us:.1f} us splits {s} tile {t}" for us, s, t in sorted(found)[:5]), flush=True)
+    for kind, count in itertools.product(("gqa", "mla"), (1, 8)):
+        us, floor = prefill(kind, count, 1024)
+        print(f"{kind} prefill {count} x 1024 {us:7.1f} us  floor {floor:6.1f} ({floor / us:4.0%})", flush=True)
+    others()
+
+
+if __name__ == "__main__":
+    main()
