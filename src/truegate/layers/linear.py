@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from truegate.kernels.matrix import matrix
+
 
 class Linear(nn.Module):
     """y = x W^T + b, or residual + x W^T + b; weight [O, I] in the run dtype."""
@@ -16,7 +18,7 @@ class Linear(nn.Module):
         self, num_in: int, num_out: int, *, bias: bool = False, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self.weight = nn.Buffer(torch.empty(num_out, num_in, dtype=dtype, device=device))
+        self.weight = nn.Buffer(matrix(num_out, num_in, dtype=dtype, device=device))
         # zeros: a stacked matrix may have parts without a bias in the checkpoint
         self.bias = nn.Buffer(torch.zeros(num_out, dtype=dtype, device=device)) if bias else None
 

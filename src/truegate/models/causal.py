@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from truegate.cache.pools import Pool
+from truegate.kernels.matrix import matrix
 from truegate.layers.layout import StepLayout, step_layout
 from truegate.layers.linear import GatedMLP
 from truegate.layers.norm import RMSNorm
@@ -88,7 +89,7 @@ class CausalLM(nn.Module):
         self.embedding = nn.Buffer(torch.empty(sizes.vocab_size, sizes.hidden, **place))
         self.blocks = nn.ModuleList(Block(attention(i), mlp(i), (norm(), norm())) for i in range(sizes.num_layers))
         self.norm = norm()
-        self.head = self.embedding if sizes.tied else nn.Buffer(torch.empty(sizes.vocab_size, sizes.hidden, **place))
+        self.head = self.embedding if sizes.tied else nn.Buffer(matrix(sizes.vocab_size, sizes.hidden, **place))
         self.rotations_XR = rope_table(rope, sizes.max_position, device)
         self.cosines_XR = torch.view_as_real(self.rotations_XR).flatten(1)  # as the kernels read them
         self.uses_kernels = torch.device(device).type == "cuda"  # Triton for attention, norms and what lies between

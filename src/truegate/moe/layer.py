@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from truegate.kernels.matrix import matrix
 from truegate.law.order import Tables
 from truegate.law.plan import Plan
 from truegate.law.spec import RoutingSpec, SharedGate
@@ -43,7 +44,7 @@ class MoELayer(nn.Module):
             "down_bias": empty(slots, spec.hidden) if spec.has_expert_bias else None,
             "replicas_EX": torch.tensor(plan.placement.replicas_EX, device=device),
             "count_E": torch.tensor(plan.placement.count_E, device=device),
-            **_shared_tensors(plan, empty),
+            **_shared_tensors(plan, dtype, device),
         }
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
@@ -144,14 +145,15 @@ class MoELayer(nn.Module):
             self.w_down[slot].copy_(down)
 
 
-def _shared_tensors(plan: Plan, empty) -> dict[str, torch.Tensor | None]:
+def _shared_tensors(plan: Plan, dtype: torch.dtype, device: torch.device | str) -> dict[str, torch.Tensor | None]:
     """Buffers of an unfused shared expert and of its gate; None where the plan has none."""
     spec: RoutingSpec = plan.spec
     beside = spec.shared is not None and plan.num_shared == 0
     gated = spec.shared is not None and spec.shared.gate is SharedGate.SIGMOID
     width = spec.shared.intermediate // plan.ranks.tp if spec.shared is not None else 0
+    place = {"dtype": dtype, "device": device}
     return {
-        "shared_gate_up": empty(2 * width, spec.hidden) if beside else None,
-        "shared_down": empty(spec.hidden, width) if beside else None,
-        "shared_gate": empty(1, spec.hidden) if gated else None,
+        "shared_gate_up": matrix(2 * width, spec.hidden, **place) if beside else None,
+        "shared_down": matrix(spec.hidden, width, **place) if beside else None,
+        "shared_gate": matrix(1, spec.hidden, **place) if gated else None,
     }

@@ -1,8 +1,10 @@
-"""Experts on torch: rows sorted by slot, one grouped matmul each way; small batches go row by row.
+"""Experts on torch: rows sorted by slot, one grouped matmul each way; few assignments go one by one.
 
 Invariant: a slot marked Drop(-1), or of an id that no row has, is never read; valid rows do not depend on other rows.
 T rows, J slots a row, P local slots, D hidden, F expert width, H = 2F (gate then up), N = T * J assignments.
 """
+
+import numpy
 
 from truegate.law.contract import Drop, Experts, Layout, Sentinel, SharedLayout, ZeroWeight
 from truegate.law.plan import Plan
@@ -24,7 +26,7 @@ CONTRACT = Experts(
     graph_safe=False,  # group sizes come to the host
 )
 
-SMALL = 4  # assignments N up to which single rows beat sort and group on a CPU
+SMALL = 8  # assignments N up to which one by one they beat sort and group on a CPU
 
 
 def build(plan: Plan, weights: ExpertWeights) -> "TorchExperts":
@@ -53,8 +55,8 @@ class TorchExperts:
 
     def __init__(self, plan: Plan, weights: ExpertWeights):
         self.spec, self.weights = plan.spec, weights
+        self.gate_up_P, self.down_P = weights.gate_up_PHD.unbind(), weights.down_PDF.unbind()
         self.num_slots = plan.slots_per_rank
-        self.pad = plan.receive.pad
         self.at_input = plan.spec.weight_at is WeightAt.INPUT
         has_bias = weights.gate_up_bias_PH is not None
         self.grouped = None if has_bias else _grouped(weights)
@@ -65,8 +67,10 @@ class TorchExperts:
 
     def __call__(self, sent: Sent):
         num_rows, width = sent.ids_TJ.shape
+        if sent.ids_TJ.is_cuda and self.grouped is not None:
+            return self._sorted_on_device(sent)
         if num_rows * width <= SMALL and not sent.ids_TJ.is_cuda:
-            return self._row_by_row(sent)
+            return self._one_by_one(sent)
         return self._sorted(sent)
 
     def _expert(self, slot: int, x_ND):
@@ -79,56 +83,69 @@ class TorchExperts:
         bias = w.down_bias_PD
         return functional.linear(self.activate(gate, up), w.down_PDF[slot], None if bias is None else bias[slot])
 
-    def _row_by_row(self, sent):
-        """At one or two tokens, a sort and two gathers cost more than the experts."""
+    def _one_by_one(self, sent):
+        """Few assignments: a sort and two gathers cost more than the experts."""
         import torch
 
+        w, num_choices = self.weights, sent.ids_TJ.shape[1]
+        slots = sent.ids_TJ.flatten().tolist()  # sync: a CPU tensor
         y_TD = torch.zeros_like(sent.x_TD)
-        weights_TJ = sent.weights_TJ.to(sent.x_TD.dtype)
-        for t, ids in enumerate(sent.ids_TJ.tolist()):  # sync: a CPU tensor
-            x_1D = sent.x_TD[t : t + 1]
-            for j, slot in enumerate(ids):
-                if not 0 <= slot < self.num_slots:
-                    continue
-                if self.at_input:
-                    y_TD[t] += self._expert(slot, x_1D * weights_TJ[t, j])[0]
-                else:
-                    y_TD[t : t + 1].addcmul_(self._expert(slot, x_1D), weights_TJ[t, j])
+        live = [n for n, slot in enumerate(slots) if 0 <= slot < self.num_slots]
+        if not live:
+            return y_TD
+        every = len(live) == len(slots)
+        slots = slots if every else [slots[n] for n in live]
+        rows = [n // num_choices for n in live]
+        weights_N1 = sent.weights_TJ.flatten()[slice(None) if every else live, None].to(sent.x_TD.dtype)
+        rows_T = sent.x_TD.unbind()
+        x_ND = (sent.x_TD[rows] * weights_N1).unbind() if self.at_input else [rows_T[t] for t in rows]
+        h_NH = torch.stack([torch.mv(self.gate_up_P[slot], x_D) for slot, x_D in zip(slots, x_ND, strict=True)])
+        if w.gate_up_bias_PH is not None:
+            h_NH += w.gate_up_bias_PH[slots]
+        hidden_NF = self.activate(*h_NH.chunk(2, -1))
+        if not self.at_input:
+            hidden_NF = hidden_NF * weights_N1
+        sums_T = y_TD.unbind()
+        for slot, t, hidden_F in zip(slots, rows, hidden_NF.unbind(), strict=True):
+            sums_T[t].addmv_(self.down_P[slot], hidden_F)
+        if w.down_bias_PD is not None:
+            bias_ND = w.down_bias_PD[slots]
+            y_TD.index_add_(
+                0, torch.tensor(rows, device=y_TD.device), bias_ND if self.at_input else bias_ND * weights_N1
+            )
         return y_TD
 
     def _sorted(self, sent):
         """Sort assignments by slot (invalid ones last), run each slot's rows together, add weighted rows back."""
         import torch
 
-        width = sent.ids_TJ.shape[1]
-        ids_N = sent.ids_TJ.reshape(-1)
-        legal_N = torch.where((ids_N < 0) | (ids_N > self.num_slots), self.num_slots, ids_N)
-        order_N = legal_N.argsort(stable=True)
-        if self.grouped is not None and ids_N.is_cuda:
-            return self._sorted_on_device(sent, legal_N, order_N)
-        counts_P = torch.bincount(legal_N, minlength=self.num_slots + 1)[: self.num_slots]
-        sizes = counts_P.tolist()  # sync: a CPU tensor, or weights that only the loop below takes
-        order_N = order_N[: sum(sizes)]
-        rows_N = order_N // width
+        num_slots, device = self.num_slots, sent.x_TD.device
+        ids_N = sent.ids_TJ.flatten().cpu().numpy()  # sync: on a CPU, or for weights that only the loop takes
+        legal_N = numpy.where((ids_N < 0) | (ids_N > num_slots), num_slots, ids_N)
+        counts_P = numpy.bincount(legal_N, minlength=num_slots + 1)[:num_slots]
+        order_N = torch.from_numpy(legal_N.argsort(kind="stable")[: counts_P.sum()]).to(device)
+        rows_N = order_N // sent.ids_TJ.shape[1]
         x_ND = sent.x_TD[rows_N]
-        weights_N1 = sent.weights_TJ.reshape(-1)[order_N].to(x_ND.dtype)[:, None]
+        weights_N1 = sent.weights_TJ.flatten()[order_N].to(x_ND.dtype)[:, None]
         if self.at_input:
             x_ND = x_ND * weights_N1
         if self.grouped is None or len(x_ND) == 0:
-            parts = [self._expert(slot, part) for slot, part in _parts(x_ND, sizes)]
+            parts = [self._expert(slot, part) for slot, part in _parts(x_ND, counts_P.tolist())]
             out_ND = torch.cat(parts) if parts else x_ND
         else:
-            ends_P = counts_P.cumsum(0).to(torch.int32)
+            ends_P = torch.from_numpy(counts_P.cumsum().astype(numpy.int32))
             out_ND = self._both(x_ND, ends_P)
         if not self.at_input:
             out_ND = out_ND * weights_N1
         return torch.zeros_like(sent.x_TD).index_add_(0, rows_N, out_ND)
 
-    def _sorted_on_device(self, sent, legal_N, order_N):
+    def _sorted_on_device(self, sent):
         """The same where the host must not look: all N rows stay, those of no slot are put to zero."""
         import torch
 
-        rows_N, slots_N = order_N // sent.ids_TJ.shape[1], legal_N[order_N]
+        ids_N = sent.ids_TJ.flatten()
+        slots_N, order_N = torch.where(ids_N < 0, self.num_slots, ids_N).sort(stable=True)
+        rows_N = order_N // sent.ids_TJ.shape[1]
         ends_P = torch.searchsorted(slots_N, torch.arange(self.num_slots, device=slots_N.device), right=True)
         x_ND = sent.x_TD[rows_N]
         weights_N1 = sent.weights_TJ.reshape(-1)[order_N].to(x_ND.dtype)[:, None]

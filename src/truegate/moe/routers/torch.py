@@ -1,7 +1,11 @@
 """Router on torch: `law.select` on the rows' own device, then the order law. Computes every routing function.
 
+On a CPU few rows go through `law.select` on numpy, which is the definition itself.
+
 Invariant: it folds nothing; the plan's factor a is the only scale it multiplies by.
 """
+
+import numpy
 
 from truegate.law.contract import Router
 from truegate.law.order import Tables, realise
@@ -9,6 +13,8 @@ from truegate.law.plan import Plan
 from truegate.law.select import select
 
 CONTRACT = Router(name="torch", status="runs", source="this repository", id_dtype="int64")
+
+SMALL = 1024  # logits T * E up to which numpy is the faster on a CPU: 1 row of 16 in 4 groups 35 us against 143
 
 
 def build(plan: Plan, *, bias_E=None, table_VK=None, tables: Tables | None = None):
@@ -33,9 +39,12 @@ class TorchRouter:
 
     def select(self, logits_TE, token_ids_T):
         """ids_TK logical and weights_TK before the plan's factor."""
-        table_VK = self.table_VK
-        token_ids_T = token_ids_T if table_VK is not None else None
-        return select(
-            self.plan.spec, logits_TE, bias_E=self.bias_E, token_ids_T=token_ids_T, table_VK=table_VK, xp=self.torch,
-            scaled=False,
-        )  # fmt: skip
+        torch, xp = self.torch, self.torch
+        arrays = [logits_TE, self.bias_E, None if self.table_VK is None else token_ids_T, self.table_VK]
+        if logits_TE.is_cpu and logits_TE.dtype is torch.float32 and logits_TE.numel() <= SMALL:
+            arrays, xp = [None if one is None else one.numpy() for one in arrays], numpy
+        logits_TE, bias_E, token_ids_T, table_VK = arrays
+        chosen = select(
+            self.plan.spec, logits_TE, bias_E=bias_E, token_ids_T=token_ids_T, table_VK=table_VK, xp=xp, scaled=False
+        )
+        return chosen if xp is torch else tuple(map(torch.from_numpy, chosen))
