@@ -143,6 +143,7 @@ def _padding(instrument: Instrument) -> list[Check]:
         right_TD = _run(layer, zeros_TD, valid_T)
         changed = 0
         for poison in POISONS:
+            poison = min(poison, torch.finfo(clean_TD.dtype).max)  # NaN stays NaN
             y_TD = _run(layer, torch.where(valid_T[:, None], clean_TD, poison), valid_T)
             changed += int((y_TD[valid_T] != right_TD[valid_T]).sum())
         computed = int((_kernel(layer, clean_TD, valid_T)[~valid_T] != 0).any(-1).sum())

@@ -112,6 +112,13 @@ def test_the_explanation_of_the_first_report_says_what_happened():
     assert report.sentence.startswith("shared expert counts 0.400, should be 1.000 = 1/routed_scaling_factor")
 
 
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+def test_a_right_layer_passes_in_every_dtype(dtype):
+    spec = RoutingSpec(family="x", **{**SIZES, **LAYERS["deepseek_v3"]})
+    report = self_test(layer_of(spec, dtype=dtype, fuse_shared=True))
+    assert report.ok, report.sentence
+
+
 def test_a_fault_that_is_none_for_the_layer_is_refused():
     layer = layer_of(RoutingSpec(family="qwen3_moe", **{**SIZES, **LAYERS["qwen3_moe"]}))
     with pytest.raises(UserError, match="shared-inverse-scale is no fault of this layer"):
