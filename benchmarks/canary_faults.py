@@ -31,7 +31,7 @@ from truegate.law.fault import faulty_select
 from truegate.law.faults import FAULTS
 from truegate.law.spec import Activation, SharedGate, WeightAt
 
-EFFORT = Effort(name="quick", batches=(3, 8, 13), streams=3, walk=16, long=(), silence=0.0)
+EFFORT = Effort(name="quick", batches=(3, 8, 13), streams=3, walk=8, long=(), silence=0.0, repeats=1, alone=16)
 
 
 class Subject:

@@ -149,9 +149,10 @@ class Layer:
 
 def readings(layer: Layer, c_out: Matrix, c_in: Matrix, rows: NDArray, kinds: list[Kind], unit: Unit) -> Matrix:
     """What probes (table row, kind) must read: R[n, i] = C_out[row, i] * unit(kind, C_in[row, i])."""
-    out = np.empty((len(rows), layer.width))
-    for n, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
-        out[n] = c_out[row] * unit.output(layer.spec, kind, c_in[row])
+    out, names = np.empty((len(rows), layer.width)), np.array(kinds, dtype=object)
+    for kind in dict.fromkeys(kinds):
+        mine = names == kind
+        out[mine] = c_out[rows[mine]] * unit.output(layer.spec, kind, c_in[rows[mine]])
     return out
 
 

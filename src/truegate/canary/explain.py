@@ -15,7 +15,7 @@ from truegate.canary.ask import Evidence
 from truegate.canary.cells import Cells, Measured, measure, phases_in_order
 from truegate.canary.columns import Match, factor, match_columns, wrong_columns
 from truegate.canary.definition import Kind, Layer, Matrix
-from truegate.canary.hypotheses import Hypothesis, hypotheses
+from truegate.canary.hypotheses import Candidate, candidates
 from truegate.canary.manifest import Manifest
 from truegate.canary.read import tolerance
 from truegate.canary.scope import describe_scope
@@ -111,16 +111,16 @@ def _by_size(seen: Measured) -> dict[str, dict[int, tuple[int, int]]]:
 def _explain_layer(layer: Layer, cells: Cells, right: NDArray[np.bool_]) -> list[Finding]:
     """Causes one after another: what explains the lone requests first, then what explains the rest."""
     findings: list[Finding] = []
-    unexplained = ~right
+    unexplained, tries = ~right, candidates(layer)
     if (change := _change(cells, right)) is not None:
-        cause = _changed_to(layer, cells, right, change)
+        cause = _changed_to(layer, cells, right, change, tries)
         findings.append(_finding(layer, cells, cause, unexplained & cause.explained))
         unexplained &= ~cause.explained
     base = _base(cells)
     if (unexplained & base).any():
-        cause = find_cause(layer, cells, base)
+        cause = find_cause(layer, cells, base, tries)
         if cause is None:  # a fault that only some lone requests show: fit those
-            cause = find_cause(layer, cells, base & unexplained)
+            cause = find_cause(layer, cells, base & unexplained, tries)
         if cause is not None:
             covered = unexplained & cause.explained
             findings.append(_finding(layer, cells, cause, covered))
@@ -128,7 +128,7 @@ def _explain_layer(layer: Layer, cells: Cells, right: NDArray[np.bool_]) -> list
     for _ in range(3):
         if not unexplained.any():
             break
-        cause = find_cause(layer, cells, unexplained, rows_too=True)
+        cause = find_cause(layer, cells, unexplained, tries, rows_too=True)
         if cause is None:
             cause = _unnamed(layer, cells, unexplained)
         covered = unexplained & cause.explained
@@ -171,18 +171,22 @@ def _change(cells: Cells, right: NDArray[np.bool_]) -> Change | None:
     return Change(inside[-1], begin, end)
 
 
-def _changed_to(layer: Layer, cells: Cells, right: NDArray[np.bool_], change: Change) -> Cause:
+def _changed_to(
+    layer: Layer, cells: Cells, right: NDArray[np.bool_], change: Change, tries: Sequence[Candidate]
+) -> Cause:
     """What is wrong after the change, and that it changed."""
     times = np.array([s.time for s in cells.sights])
     after, during = times >= change.end, times > change.begin
-    cause = find_cause(layer, cells, after) or find_cause(layer, cells, after & ~right, rows_too=True)
+    cause = find_cause(layer, cells, after, tries) or find_cause(layer, cells, after & ~right, tries, rows_too=True)
     if cause is None:
         cause = _unnamed(layer, cells, after & ~right)
     text = f"{cause.text}; it changed during {change.phase}: all was right before"
     return Cause(cause.names, text, during & ~right, cause.visible, cause.alternatives)
 
 
-def find_cause(layer: Layer, cells: Cells, which: NDArray[np.bool_], *, rows_too: bool = False) -> Cause | None:
+def find_cause(
+    layer: Layer, cells: Cells, which: NDArray[np.bool_], tries: Sequence[Candidate], *, rows_too: bool = False
+) -> Cause | None:
     """The simplest cause that fits all observations in `which`; None when nothing does.
 
     In order: one deviation; a few columns; two deviations; one factor on the routed or shared columns; all columns.
@@ -195,14 +199,12 @@ def find_cause(layer: Layer, cells: Cells, which: NDArray[np.bool_], *, rows_too
         return Cause(("rows-lost",), text, explained, np.ones(len(which), dtype=bool))
     if rows_too and (cause := _by_company(cells, which)) is not None:
         return cause
-    candidates = hypotheses(layer)
-    singles = [h for h in candidates if len(h.parts) == 1]
-    if (cause := _fit(layer, cells, part, singles)) is not None:
+    if (cause := _fit(layer, cells, part, [t for t in tries if t.is_single])) is not None:
         return cause
     few = match_columns(part, num_experts)
     if few is not None and len(few.columns) <= max(2, num_experts // 8):
         return _column_cause(cells, few)
-    if (cause := _fit(layer, cells, part, [h for h in candidates if len(h.parts) == 2])) is not None:
+    if (cause := _fit(layer, cells, part, [t for t in tries if not t.is_single])) is not None:
         return cause
     if (cause := _by_factor(layer, cells, part)) is not None:
         return cause
@@ -211,23 +213,21 @@ def find_cause(layer: Layer, cells: Cells, which: NDArray[np.bool_], *, rows_too
     return _by_rows(layer, cells, which) if rows_too else None
 
 
-def _fit(layer: Layer, cells: Cells, part: Cells, candidates: Iterable[Hypothesis]) -> Cause | None:
+def _fit(layer: Layer, cells: Cells, part: Cells, tries: Sequence[Candidate]) -> Cause | None:
     """The first hypothesis that fits all of `part`, with those that fit as well."""
-    fitting: list[tuple[Hypothesis, Matrix]] = []
-    for hypothesis in candidates:
-        fits = part.fits(hypothesis.readings(layer, part.rows, part.kinds))
-        tied = hypothesis.undecided(layer)
-        if fits.all() or (tied.mean() < 0.2 and (fits | tied[part.rows]).all()):
-            fitting.append((hypothesis, hypothesis.readings(layer, cells.rows, cells.kinds)))
+    fitting: list[tuple[Candidate, Matrix]] = []
+    for candidate in tries:
+        fits = part.fits(candidate.readings(part.rows, part.kinds))
+        if fits.all() or (candidate.tied.mean() < 0.2 and (fits | candidate.tied[part.rows]).all()):
+            fitting.append((candidate, candidate.readings(cells.rows, cells.kinds)))
     if not fitting:
         return None
-    best, readings = fitting[0]
-    explained = cells.fits(readings) | best.undecided(layer)[cells.rows]
-    alike = (h.names for h, _ in fitting[1:] if len(h.parts) == len(best.parts) and h.names != best.names)
-    others = tuple(dict.fromkeys(alike))
-    return Cause(
-        best.names, sentence(best.names, layer.spec) + best.where, explained, _differs(cells, readings), others
-    )
+    (best, readings), others = fitting[0], [c.hypothesis for c, _ in fitting[1:]]
+    names, parts = best.hypothesis.names, best.hypothesis.parts
+    explained = cells.fits(readings) | best.tied[cells.rows]
+    alike = dict.fromkeys(h.names for h in others if len(h.parts) == len(parts) and h.names != names)
+    text = sentence(names, layer.spec) + best.hypothesis.where
+    return Cause(names, text, explained, _differs(cells, readings), tuple(alike))
 
 
 def _differs(cells: Cells, readings: Matrix) -> NDArray[np.bool_]:

@@ -7,6 +7,7 @@ P rows of a table, W = E + S experts and shared experts told apart.
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,9 +61,12 @@ class Hypothesis:
                 c_out = part.out(layer, c_out)
         return c_out, c_in
 
-    def readings(self, layer: Layer, rows: NDArray, kinds: list[Kind]) -> Matrix:
+    def readings(
+        self, layer: Layer, rows: NDArray, kinds: list[Kind], coefficients: tuple[Matrix, Matrix] | None = None
+    ) -> Matrix:
+        """What probes would read; `coefficients` are this hypothesis's own, where they were computed before."""
         part = next((part for part in self.parts if part.unit), None)
-        c_out, c_in = self.coefficients(layer)
+        c_out, c_in = coefficients or self.coefficients(layer)
         healthy = unit_of(layer.spec)
         out = readings(layer, c_out, c_in, rows, kinds, part.unit if part and part.unit else healthy)
         if part is not None and part.only_routed:
@@ -82,6 +86,34 @@ class Hypothesis:
     def where(self) -> str:
         """A limit of the hypothesis that its names do not tell."""
         return " (routed experts only)" if any(part.only_routed for part in self.parts) else ""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A hypothesis about one layer, which computes its coefficients once."""
+
+    hypothesis: Hypothesis
+    layer: Layer
+
+    @property
+    def is_single(self) -> bool:
+        return len(self.hypothesis.parts) == 1
+
+    @cached_property
+    def _coefficients(self) -> tuple[Matrix, Matrix]:
+        return self.hypothesis.coefficients(self.layer)
+
+    @cached_property
+    def tied(self) -> NDArray[np.bool_]:
+        return self.hypothesis.undecided(self.layer)
+
+    def readings(self, rows: NDArray, kinds: list[Kind]) -> Matrix:
+        return self.hypothesis.readings(self.layer, rows, kinds, self._coefficients)
+
+
+def candidates(layer: Layer) -> list[Candidate]:
+    """Every hypothesis about a layer, singles first."""
+    return [Candidate(h, layer) for h in hypotheses(layer)]
 
 
 def _merge(base: RoutingSpec, left: RoutingSpec, right: RoutingSpec) -> RoutingSpec:

@@ -131,7 +131,10 @@ def write_html(data: Mapping[str, Any], path: Path) -> None:
     env = Environment(loader=PackageLoader("truegate.canary"), autoescape=select_autoescape(default=True))
     env.filters["example"] = example_line
     page = env.get_template("report.html").render(
-        data=data, word=verdict_word(data), doc=_DOC, maps=[_maps(layer, m) for layer, m in data["matrices"].items()],
+        data=data,
+        word=verdict_word(data),
+        doc=_DOC,
+        maps=[_maps(layer, m) for layer, m in data["matrices"].items()],
         sizes=sorted({int(n) for found in data.get("sizes", {}).values() for n in found}),
     )
     path.write_text(page)
@@ -148,7 +151,8 @@ def _maps(layer: str, matrix: Mapping[str, Any]) -> dict[str, Any]:
     difference = np.where(known, got - want, 0.0)
     bad = known & (np.abs(difference) > 0.02 * np.abs(want) + 2e-3 * top)
     return {
-        "layer": layer, "phase": matrix["phase"], "probes": len(want), "columns": want.shape[1], "top": top, "wrong": int(bad.sum()),
+        "layer": layer, "phase": matrix["phase"],
+        "probes": len(want), "columns": want.shape[1], "top": top, "wrong": int(bad.sum()),
         "expected": _png(_blues(want / top)), "measured": _png(_blues(np.where(known, got, np.nan) / top)),
         "difference": _png(_signed(difference / top, known)), "names": json.dumps(matrix["probes"]),
         "want_json": json.dumps(matrix["expected"]), "got_json": json.dumps(matrix["measured"]),
