@@ -368,7 +368,8 @@ def _examples(layer: Layer, cells: Cells, wrong: NDArray[np.bool_]) -> Iterable[
     error = np.nan_to_num(np.abs(cells.values - cells.want))
     outside = (cells.low > cells.want) | (cells.want > cells.high)
     error = np.where(outside, error, 0)
-    order = np.argsort(-error.max(axis=1), kind="stable")
+    between = [s.check >= 0 for s in cells.sights]  # shown last: a phase says more
+    order = np.lexsort((between, -error.max(axis=1).round(6)))
     for n in [n for n in order if wrong[n]][:_EXAMPLES]:
         slot, s = int(error[n].argmax()), cells.sights[n]
         yield {"layer": layer.index, "row": s.row, "kind": s.kind.value, "phase": s.phase, "batch": s.batch,

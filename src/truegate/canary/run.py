@@ -77,7 +77,8 @@ def result(
         "undecided": verdict.undecided, "notes": verdict.notes, "lost": verdict.lost,
         "right": verdict.num_right, "read": verdict.num_cells,
         "grid": {str(layer): phases for layer, phases in verdict.grid.items()},
-        "sizes": {phase: {str(n): counts for n, counts in found.items()} for phase, found in verdict.sizes.items()},
+        "sizes": {phase: {str(n): counts for n, counts in verdict.sizes[phase].items()}
+                  for phase in evidence.phases if phase in verdict.sizes},
         "phases": evidence.phases, "seconds": evidence.seconds, "requests": evidence.num_requests,
         "errors": {} if seen is None or not evidence.api.top else _errors(seen),
         "matrices": {} if seen is None else {str(i): _matrix(cells) for i, cells in seen.layers.items()},
