@@ -133,7 +133,7 @@ def batch(shape: Shape, num_rows: int, seed: int) -> tuple[torch.Tensor, torch.T
 
 def ours(shape: Shape, layer: Layer, config: Config, x: Any, ids: Any, weights: Any) -> torch.Tensor:
     sizes = Sizes(num_slots=shape.local, hidden=shape.hidden, width=shape.width, activation=Activation.SILU,
-                  clamp=None, at_input=False)  # fmt: skip
+                  clamp=None, at_input=False, sparse=shape.share < 1)  # fmt: skip
     return kernels.experts(x, layer.gate_up, layer.down, (None, None), ids, weights, sizes, config)
 
 

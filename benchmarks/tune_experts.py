@@ -28,48 +28,39 @@ from truegate.law.spec import Activation
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 
 
-def product(n: int, k: int, stages: int, warps: int, **more: Any) -> Product:
-    return Product(block_n=n, block_k=k, stages=stages, warps=warps, **more)
+def products(*tiles: tuple[int, int, int, int], **more: Any) -> list[Product]:
+    return [Product(block_n=n, block_k=k, stages=stages, warps=warps, **more) for n, k, stages, warps in tiles]
 
 
-# for one row: (first, second) products; the first stand beside the others while those are timed
+# (first products, second products); for one row, the first of each stands beside the others while those are timed
 UNITS = (
-    [product(n, k, s, w) for n, k, s, w in ((4, 512, 0, 4), (8, 512, 0, 4), (4, 1024, 0, 4), (2, 1024, 0, 4),
-                                            (8, 512, 2, 4), (2, 512, 0, 2))],
-    [product(n, k, s, w) for n, k, s, w in ((4, 256, 0, 4), (2, 512, 0, 4), (8, 256, 0, 4), (4, 512, 0, 4),
-                                            (8, 256, 5, 4), (2, 256, 0, 2))],
-)  # fmt: skip
-# (tile height, gated products, second products)
-SMALL = {
+    products((4, 512, 0, 4), (8, 512, 0, 4), (2, 1024, 0, 4), (2, 512, 0, 4), (4, 1024, 0, 4)),
+    products((2, 256, 0, 2), (4, 256, 0, 4), (2, 512, 0, 4), (4, 512, 0, 4), (8, 512, 0, 4)),
+)
+TILES = {  # by tile height
     16: (
-        [product(n, k, s, 4) for n, k, s in ((32, 128, 3), (32, 128, 5), (64, 128, 2), (64, 128, 3), (32, 256, 3),
-                                             (64, 64, 5), (16, 256, 4))],
-        [product(n, k, s, 4) for n, k, s in ((32, 128, 5), (64, 128, 3), (64, 128, 5), (128, 128, 3), (64, 256, 3),
-                                             (128, 64, 5))],
+        products((32, 128, 3, 4), (32, 128, 5, 4), (64, 128, 3, 4), (32, 256, 3, 4))
+        + products((32, 128, 4, 4), (64, 128, 3, 4), tma=True),
+        products((64, 128, 3, 4), (64, 128, 5, 4), (128, 128, 3, 4), (64, 256, 3, 4))
+        + products((64, 128, 4, 4), (128, 128, 3, 4), tma=True),
     ),
     32: (
-        [product(64, 128, 3, 4), product(64, 64, 5, 4), product(128, 64, 3, 8), product(64, 128, 2, 4)],
-        [product(128, 128, 3, 4), product(128, 64, 5, 4), product(64, 128, 4, 4), product(128, 128, 2, 4)],
+        products((64, 128, 3, 4), (64, 64, 5, 4)) + products((64, 128, 3, 4), tma=True),
+        products((128, 128, 3, 4), (64, 128, 4, 4)) + products((128, 128, 3, 4), tma=True),
     ),
-}  # fmt: skip
-LARGE = {
     64: (
-        [product(64, 64, 3, 4), product(64, 64, 4, 4, tma=True), product(128, 64, 3, 8, tma=True),
-         product(128, 64, 4, 4, tma=True), product(64, 128, 3, 4)],
-        [product(128, 64, 3, 4), product(128, 64, 4, 4, tma=True), product(256, 64, 3, 8, tma=True),
-         product(128, 128, 3, 4, tma=True), product(128, 64, 4, 4)],
+        products((64, 64, 3, 4), (64, 128, 3, 4)) + products((64, 64, 3, 4), (64, 64, 4, 4), tma=True),
+        products((128, 64, 3, 4)) + products((128, 64, 4, 4), (128, 64, 3, 4), (128, 128, 3, 4), tma=True),
     ),
     128: (
-        [product(128, 64, 3, 8, halve=True), product(128, 64, 3, 8, tma=True),
-         product(128, 64, 3, 8, tma=True, halve=True),
-         product(128, 64, 4, 8, tma=True, halve=True), product(64, 64, 4, 8, tma=True, halve=True),
-         product(128, 64, 3, 8, tma=True, persistent=1, halve=True)],
-        [product(256, 64, 3, 8, halve=True), product(256, 64, 3, 8, tma=True),
-         product(256, 64, 3, 8, tma=True, halve=True),
-         product(256, 64, 4, 8, tma=True, halve=True), product(128, 64, 4, 4, tma=True, halve=True),
-         product(256, 64, 3, 8, tma=True, persistent=1, halve=True)],
+        products((128, 64, 3, 8), (64, 64, 3, 8), halve=True)
+        + products((128, 64, 3, 8), (128, 64, 4, 8), (64, 64, 3, 8), (64, 64, 3, 4), tma=True, halve=True)
+        + products((128, 64, 3, 8), tma=True, halve=True, persistent=1),
+        products((256, 64, 3, 8), (256, 64, 4, 8), (128, 64, 3, 8), (128, 64, 3, 4), tma=True, halve=True)
+        + products((256, 64, 3, 8), tma=True, halve=True, persistent=1)
+        + products((128, 64, 3, 8), tma=True, halve=True, persistent=2),
     ),
-}  # fmt: skip
+}
 
 
 def choices(num_rows: int, shape: Shape) -> Iterator[tuple[str, int, list[Product], list[Product]]]:
@@ -79,8 +70,8 @@ def choices(num_rows: int, shape: Shape) -> Iterator[tuple[str, int, list[Produc
         return
     each = num_rows * shape.slots * shape.share / shape.local
     if num_rows * shape.slots <= 256:
-        yield "inline", 16, *SMALL[16]
-    for height, tried in {**SMALL, **LARGE}.items():
+        yield "inline", 16, *TILES[16]
+    for height, tried in TILES.items():
         if height / 8 <= each <= height * 6 or (height == 16 and 0.5 <= each < 2) or (height == 128 and each > 128):
             yield "ordered", height, *tried
 

@@ -52,6 +52,15 @@ def test_experts_are_their_twin_at_every_tiling(path, hidden, width):
             assert cases.worst(got, cases.reference(one, x, ids, weights)) < TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_rows_whose_slots_are_mostly_elsewhere(bias):
+    one = cases.layer(16, 256, 192, dtype=torch.bfloat16, device="cuda", bias=bias, sparse=True)
+    for seed in range(6):
+        x, ids, weights = cases.rows(one, 1, 8, seed=seed, drop=0.8)
+        got = cases.run(one, TILINGS["rows"], x, ids, weights)
+        assert cases.worst(got, cases.reference(one, x, ids, weights)) < TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize("path", ["rows", "inline", "16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("activation", Activation, ids=str)

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from truegate.kernels.launch import current, early, take_turn
 from truegate.kernels.tuning import Config, Product
 from truegate.law.spec import Activation
 
@@ -48,12 +49,14 @@ class Sizes:
     clamp: float | None
     at_input: bool  # the weight multiplies x, not the output
     weighs: bool = True  # False: somebody else multiplies by the weights
+    sparse: bool = False  # most slots are some other rank's
 
 
 @triton.jit(do_not_specialize=["N", "num_tiles"])
 def _permute(ids, order, end, tile_expert, tile_start, N, num_tiles, P: tl.constexpr, BM: tl.constexpr,
-             CHUNK: tl.constexpr):  # fmt: skip
+             CHUNK: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Program e: where expert e's assignments start (how many ids are lower), then their numbers in order."""
+    take_turn(EARLY)
     e = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     lower = tl.zeros([CHUNK], tl.int32)
@@ -100,7 +103,7 @@ def permute(ids_TJ: torch.Tensor, num_slots: int, block_m: int) -> Order:
     chunk = next(size for size in (128, CHUNK, 4 * CHUNK) if num <= size or size > CHUNK)
     _permute[(num_slots,)](
         ids_TJ, order.order_N, order.end_P, order.tile_expert_Q, order.tile_start_Q, num, tiles, P=num_slots,
-        BM=block_m, CHUNK=chunk, num_warps=4 if chunk <= CHUNK else 8,
+        BM=block_m, CHUNK=chunk, **early(ids_TJ.device), num_warps=4 if chunk <= CHUNK else 8,
     )  # fmt: skip
     return order
 
@@ -260,7 +263,9 @@ def _grouped(
     BK: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
     CLAMP: tl.constexpr, WEIGH: tl.constexpr, INLINE: tl.constexpr, NP: tl.constexpr, TMA_A: tl.constexpr,
     TMA_B: tl.constexpr, PRECISION: tl.constexpr, HALVE: tl.constexpr, PERSISTENT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    take_turn(EARLY)
     if PERSISTENT:
         for i in range(tl.program_id(0), tiles * ((C + BN - 1) // BN), tl.num_programs(0)):
             _tile_of_its_height(
@@ -304,7 +309,7 @@ def grouped_gemm(
         WEIGH=weigh, INLINE=order is None, NP=_padded(num) if order is None else 1, TMA_A=tma_a,
         TMA_B=tma, PRECISION="ieee" if a.dtype is torch.float32 else "tf32",
         HALVE=tiling.halve and order is not None and block_m >= 32, PERSISTENT=tiling.persistent > 0,
-        num_warps=tiling.warps, num_stages=tiling.stages,
+        **early(a.device), num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     return out
 
@@ -324,7 +329,9 @@ def _processors(device: torch.device) -> int:
 
 
 @triton.jit
-def _combine(out, ids, y, J: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+def _combine(out, ids, y, J: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+             EARLY: tl.constexpr):  # fmt: skip
+    take_turn(EARLY)
     t = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -342,8 +349,9 @@ def combine(out_ND: torch.Tensor, ids_TJ: torch.Tensor, num_slots: int) -> torch
     block = 256 if num_rows < 256 else 1024
     block = min(block, triton.next_power_of_2(hidden))
     _combine[(num_rows, triton.cdiv(hidden, block))](
-        out_ND, ids_TJ, y_TD, J=width, P=num_slots, D=hidden, BLOCK=block, num_warps=2 if block <= 256 else 4
-    )
+        out_ND, ids_TJ, y_TD, J=width, P=num_slots, D=hidden, BLOCK=block, **early(out_ND.device),
+        num_warps=2 if block <= 256 else 4,
+    )  # fmt: skip
     return y_TD
 
 
@@ -362,34 +370,52 @@ def _two_rows(gate, up, x, scale, rows, f_ok, k, kk, F: tl.constexpr, D: tl.cons
 
 
 @triton.jit
+def _units(
+    n, expert, x, w, bias, weights, h, J: tl.constexpr, F: tl.constexpr, D: tl.constexpr, BF: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, ACT: tl.constexpr, CLAMP: tl.constexpr, WEIGH: tl.constexpr,
+):  # fmt: skip
+    """BF units of assignment n: two dot products a unit."""
+    f = tl.program_id(0) * BF + tl.arange(0, BF)
+    kk = tl.arange(0, BK)
+    rows = w + expert.to(tl.int64) * 2 * F * D + f[:, None] * D + kk[None, :]
+    x += n // J * D
+    scale = 1.0
+    if WEIGH == "input":
+        scale = tl.load(weights + n)
+    gate = tl.zeros([BF, BK], tl.float32)
+    up = tl.zeros([BF, BK], tl.float32)
+    if STAGES == 0:  # unrolled: every load can be on its way at once
+        for k in tl.static_range(0, D, BK):
+            gate, up = _two_rows(gate, up, x, scale, rows, f < F, k, kk, F, D, WEIGH)
+    else:
+        for k in tl.range(0, D, BK, num_stages=STAGES):
+            gate, up = _two_rows(gate, up, x, scale, rows, f < F, k, kk, F, D, WEIGH)
+    gate_F, up_F = tl.sum(gate, 1), tl.sum(up, 1)
+    if bias is not None:
+        gate_F += tl.load(bias + expert * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
+        up_F += tl.load(bias + expert * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
+    tl.store(h + n * F + f, _activate(gate_F, up_F, ACT, CLAMP).to(h.dtype.element_ty), mask=f < F)
+
+
+@triton.jit
 def _gate_up_rows(
     x, w, bias, weights, ids, h, J: tl.constexpr, P: tl.constexpr, F: tl.constexpr, D: tl.constexpr, BF: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, ACT: tl.constexpr, CLAMP: tl.constexpr, WEIGH: tl.constexpr,
+    SPARSE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BF units of one assignment: two dot products a unit, on the ordinary cores; memory is what limits one row."""
-    n = tl.program_id(1)
-    expert = tl.load(ids + n)
-    if (expert >= 0) & (expert < P):
-        f = tl.program_id(0) * BF + tl.arange(0, BF)
-        kk = tl.arange(0, BK)
-        rows = w + expert.to(tl.int64) * 2 * F * D + f[:, None] * D + kk[None, :]
-        x += n // J * D
-        scale = 1.0
-        if WEIGH == "input":
-            scale = tl.load(weights + n)
-        gate = tl.zeros([BF, BK], tl.float32)
-        up = tl.zeros([BF, BK], tl.float32)
-        if STAGES == 0:  # unrolled: every load can be on its way at once
-            for k in tl.static_range(0, D, BK):
-                gate, up = _two_rows(gate, up, x, scale, rows, f < F, k, kk, F, D, WEIGH)
-        else:
-            for k in tl.range(0, D, BK, num_stages=STAGES):
-                gate, up = _two_rows(gate, up, x, scale, rows, f < F, k, kk, F, D, WEIGH)
-        gate_F, up_F = tl.sum(gate, 1), tl.sum(up, 1)
-        if bias is not None:
-            gate_F += tl.load(bias + expert * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
-            up_F += tl.load(bias + expert * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
-        tl.store(h + n * F + f, _activate(gate_F, up_F, ACT, CLAMP).to(h.dtype.element_ty), mask=f < F)
+    """h[n] on the ordinary cores: memory is what limits one row. SPARSE: one program looks at all slots of a row."""
+    take_turn(EARLY)
+    if SPARSE:
+        for j in range(J):
+            n = tl.program_id(1) * J + j
+            expert = tl.load(ids + n)
+            if (expert >= 0) & (expert < P):
+                _units(n, expert, x, w, bias, weights, h, J, F, D, BF, BK, STAGES, ACT, CLAMP, WEIGH)
+    else:
+        n = tl.program_id(1)
+        expert = tl.load(ids + n)
+        if (expert >= 0) & (expert < P):
+            _units(n, expert, x, w, bias, weights, h, J, F, D, BF, BK, STAGES, ACT, CLAMP, WEIGH)
 
 
 @triton.jit
@@ -409,15 +435,22 @@ def _one_slot(acc, h, w, ids, weights, n, k, d, P: tl.constexpr, F: tl.constexpr
 @triton.jit
 def _down_rows(
     h, w, bias, weights, ids, y, J: tl.constexpr, P: tl.constexpr, F: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr, WEIGH: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, WEIGH: tl.constexpr, SPARSE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BD channels of one row's sum over its slots."""
+    """BD channels of one row's sum over its slots. SPARSE: slots that are invalid are passed over, not masked."""
+    take_turn(EARLY)
     t = tl.program_id(1)
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     kk = tl.arange(0, BK)
     blocks: tl.constexpr = (F + BK - 1) // BK
     acc = tl.zeros([BD, BK], tl.float32)
-    if STAGES == 0:
+    if SPARSE:
+        for j in range(J):
+            expert = tl.load(ids + t * J + j)
+            if (expert >= 0) & (expert < P):
+                for i in tl.static_range(0, blocks):
+                    acc = _one_slot(acc, h, w, ids, weights, t * J + j, i * BK + kk, d, P, F, D, WEIGH)
+    elif STAGES == 0:
         for i in tl.static_range(0, J * blocks):
             acc = _one_slot(acc, h, w, ids, weights, t * J + i // blocks, i % blocks * BK + kk, d, P, F, D, WEIGH)
     else:
@@ -442,15 +475,16 @@ def by_rows(x_TD: Any, gate_up_PHD: Any, down_PDF: Any, biases: tuple[Any, Any],
     h_NF = torch.empty((num_rows * width, F), dtype=x_TD.dtype, device=x_TD.device)
     y_TD = torch.empty_like(x_TD)
     one, two = config.gate_up, config.down
-    _gate_up_rows[(triton.cdiv(F, one.block_n), num_rows * width)](
+    start = {"SPARSE": sizes.sparse, **early(x_TD.device)}
+    _gate_up_rows[(triton.cdiv(F, one.block_n), num_rows if sizes.sparse else num_rows * width)](
         x_TD, gate_up_PHD, biases[0], weights_TJ, ids_TJ, h_NF, J=width, P=sizes.num_slots, F=F, D=D, BF=one.block_n,
         BK=one.block_k, STAGES=one.stages, ACT=sizes.activation.value, CLAMP=sizes.clamp or 0.0,
-        WEIGH="input" if sizes.at_input and sizes.weighs else "no", num_warps=one.warps,
+        WEIGH="input" if sizes.at_input and sizes.weighs else "no", **start, num_warps=one.warps,
     )  # fmt: skip
     _down_rows[(triton.cdiv(D, two.block_n), num_rows)](
         h_NF, down_PDF, biases[1], weights_TJ, ids_TJ, y_TD, J=width, P=sizes.num_slots, F=F, D=D, BD=two.block_n,
         BK=two.block_k, STAGES=two.stages, WEIGH="output" if sizes.weighs and not sizes.at_input else "no",
-        num_warps=two.warps,
+        **start, num_warps=two.warps,
     )  # fmt: skip
     return y_TD
 
@@ -466,14 +500,15 @@ def experts(
     """
     if x_TD.shape[0] == 0:
         return torch.empty_like(x_TD)
-    if config.path == "rows" and activate is None:
-        return by_rows(x_TD, gate_up_PHD, down_PDF, biases, ids_TJ, weights_TJ, sizes, config)
-    block_m = max(16, config.block_m)
-    order = permute(ids_TJ, sizes.num_slots, block_m) if config.path == "ordered" else None
-    common = (weights_TJ, ids_TJ, order, sizes, block_m)
-    one, two = (PLAIN, PLAIN) if config.path == "rows" else (config.gate_up, config.down)
-    h_NF = grouped_gemm(x_TD, gate_up_PHD, biases[0], *common, one, first=True, gated=activate is None)
-    if activate is not None:
-        h_NF = activate(*h_NF.chunk(2, -1)).contiguous()
-    out_ND = grouped_gemm(h_NF, down_PDF, biases[1], *common, two, first=False, gated=False)
-    return combine(out_ND, ids_TJ, sizes.num_slots)
+    with current(x_TD.device):
+        if config.path == "rows" and activate is None:
+            return by_rows(x_TD, gate_up_PHD, down_PDF, biases, ids_TJ, weights_TJ, sizes, config)
+        block_m = max(16, config.block_m)
+        order = permute(ids_TJ, sizes.num_slots, block_m) if config.path == "ordered" else None
+        common = (weights_TJ, ids_TJ, order, sizes, block_m)
+        one, two = (PLAIN, PLAIN) if config.path == "rows" else (config.gate_up, config.down)
+        h_NF = grouped_gemm(x_TD, gate_up_PHD, biases[0], *common, one, first=True, gated=activate is None)
+        if activate is not None:
+            h_NF = activate(*h_NF.chunk(2, -1)).contiguous()
+        out_ND = grouped_gemm(h_NF, down_PDF, biases[1], *common, two, first=False, gated=False)
+        return combine(out_ND, ids_TJ, sizes.num_slots)

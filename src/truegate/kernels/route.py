@@ -14,13 +14,13 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from truegate.errors import Refused
+from truegate.kernels.launch import INTERPRETED, current, early, take_turn
 from truegate.law.contract import Drop, Sentinel
 from truegate.law.order import Routed, Tables
 from truegate.law.plan import Plan
 from truegate.law.spec import GroupScore, SelectOn, SharedGate
 
 MAX_EXPERTS, MAX_GROUPS = 1024, 32
-INTERPRETED = triton.knobs.runtime.interpret
 LEAST = tl.constexpr(-(2**31))  # taken, or no expert at all
 LAST = tl.constexpr(-(2**31) + 1)  # NaN: after -inf
 MOST = tl.constexpr(2**31 - 1)
@@ -49,10 +49,19 @@ def _exp(x, PRECISE: tl.constexpr):
 
 
 @triton.jit
+def _divide(a, b):
+    """a / b rounded to nearest, in straight line: the quotient of the fast division, made good by its remainder."""
+    inverse = 1.0 / b
+    q = a * inverse
+    exact = tl.fma(tl.fma(-q, b, a), inverse, q)
+    return tl.where(exact == exact, exact, q)  # b infinite or 0: there is nothing to make good
+
+
+@triton.jit
 def _elementwise(x, SCORE: tl.constexpr, PRECISE: tl.constexpr):
     """s = sigmoid(x) or sqrt(log(1 + exp x)) in fp32."""
     if SCORE == "sigmoid":
-        return tl.div_rn(1.0 + tl.zeros_like(x), 1.0 + _exp(-x, PRECISE))
+        return _divide(1.0, 1.0 + _exp(-x, PRECISE))
     else:
         z = _exp(-tl.abs(x), PRECISE)
         if PRECISE:
@@ -64,20 +73,25 @@ def _elementwise(x, SCORE: tl.constexpr, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def _kept_groups(c, inside, TOP2: tl.constexpr, KEPT: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-                 MP: tl.constexpr):  # fmt: skip
-    """Which groups are among the KEPT best: [GP] bool. A group with a NaN scores NaN and comes last."""
-    high = tl.reshape(tl.where(inside, tl.where(c != c, MOST, _key(c)), LEAST), [GP, MP])
-    first = tl.max(high, 1)
-    best = _value(first)
+def _best_two(first, second, other_first, other_second):
+    """The two largest of two pairs; equal ones count twice."""
+    return tl.maximum(first, other_first), tl.maximum(tl.minimum(first, other_first), tl.maximum(second, other_second))
+
+
+@triton.jit
+def _kept_groups(key, TOP2: tl.constexpr, KEPT: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, MP: tl.constexpr):
+    """Which experts' groups are among the KEPT best: [GP, MP] bool. A group with a NaN scores NaN and comes last."""
+    high = tl.reshape(tl.where(key == LAST, MOST, key), [GP, MP])
     if TOP2:
-        m = tl.arange(0, MP)[None, :]
-        at = tl.min(tl.where(high == first[:, None], m, MP), 1)
-        best += _value(tl.max(tl.where(m == at[:, None], LEAST, high), 1))
+        first, second = tl.reduce((high, tl.full([GP, MP], LEAST, tl.int32)), 1, _best_two)
+        best = _value(first) + _value(second)
+    else:
+        best = _value(tl.max(high, 1))
     g = tl.arange(0, GP)
     key = tl.where(g < G, tl.where(best != best, LAST, _key(best)), LEAST)
     ahead = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (g[None, :] < g[:, None]))
-    return tl.sum(ahead.to(tl.int32), 1) < KEPT
+    kept = tl.sum(ahead.to(tl.int32), 1) < KEPT
+    return tl.broadcast_to(kept[:, None], [GP, MP])
 
 
 @triton.jit
@@ -86,11 +100,12 @@ def _route(
     identity_out, load_e, load_p, stride, width,
     E: tl.constexpr, NUM_EXPERTS: tl.constexpr, K: tl.constexpr, S: tl.constexpr, JP: tl.constexpr, G: tl.constexpr,
     M: tl.constexpr, GP: tl.constexpr, MP: tl.constexpr, SCORE: tl.constexpr, SELECT: tl.constexpr,
-    GROUPED: tl.constexpr, TOP2: tl.constexpr, KEPT: tl.constexpr, FILL: tl.constexpr, FILL_KEY: tl.constexpr,
+    GROUPED: tl.constexpr, TOP2: tl.constexpr, KEPT: tl.constexpr, FILL_KEY: tl.constexpr,
     DENOMINATOR: tl.constexpr, EPS: tl.constexpr, FACTOR: tl.constexpr, KERNEL: tl.constexpr, SHARED: tl.constexpr,
     NUM_SLOTS: tl.constexpr, PER_RANK: tl.constexpr, LAYOUT: tl.constexpr, PAD: tl.constexpr, DROP: tl.constexpr,
-    EDGE_SLOTS: tl.constexpr, PRECISE: tl.constexpr,
+    EDGE_SLOTS: tl.constexpr, PRECISE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    take_turn(EARLY)
     row = tl.program_id(0)
     logits += row.to(tl.int64) * stride
     p = tl.arange(0, GP * MP)
@@ -101,14 +116,13 @@ def _route(
     row_ok = True
     if valid is not None:
         row_ok = tl.load(valid + row) != 0
-    kept = 0
     top = 0.0
     total = 1.0
     if SELECT == "hash":
         token = tl.load(token_ids + row, mask=row_ok, other=0)
         ids = tl.load(table + token * K + j, mask=is_routed, other=0).to(tl.int32)
     if SELECT != "hash" or SCORE == "softmax":
-        x = tl.load(logits + e, mask=inside, other=-float("inf"))
+        x = tl.load(logits + e) if E == GP * MP else tl.load(logits + e, mask=inside, other=-float("inf"))
         if SCORE == "softmax":
             top = tl.max(x, 0)
             z = _exp(x - top, PRECISE)
@@ -117,45 +131,52 @@ def _route(
         c = x
         if SELECT == "scores":
             if SCORE == "softmax":
-                c = tl.div_rn(z, total + tl.zeros_like(z))
+                c = _divide(z, total)
             else:
                 c = _elementwise(x, SCORE, PRECISE)
         if bias is not None:
             c += tl.load(bias + e, mask=inside, other=0.0)
-        key = tl.where(c != c, LAST, _key(c))
+        if SELECT == "scores" and bias is None:
+            key = c.to(tl.int32, bitcast=True)  # no score is negative: its bits are in order
+        else:
+            key = _key(c)
+        key = tl.where(c != c, LAST, key)
+        if E < GP * MP:
+            key = tl.where(inside, key, LEAST)
         if GROUPED:
-            kept_G = _kept_groups(c, inside, TOP2, KEPT, G, GP, MP)
-            kept = tl.sum(tl.where(kept_G, 1 << tl.arange(0, GP), 0), 0)
-            kept_GM = tl.broadcast_to(kept_G[:, None], [GP, MP])
-            key = tl.where(tl.reshape(kept_GM, [GP * MP]), key, FILL_KEY)
-        key = tl.where(inside, key, LEAST)
+            kept = tl.reshape(_kept_groups(key, TOP2, KEPT, G, GP, MP), [GP * MP])
+            key = tl.where(kept, key, FILL_KEY)
+            if E < GP * MP:
+                key = tl.where(inside, key, LEAST)
         ids = tl.zeros([JP], tl.int32)
+        keys = tl.zeros([JP], tl.int32)
         for k in tl.static_range(K):
             best = tl.max(key, 0)
             at = tl.min(tl.where(key == best, p, MOST), 0)  # equal choices: lowest id
             key = tl.where(p == at, LEAST, key)
             ids = tl.where(j == k, at, ids)
+            keys = tl.where(j == k, best, keys)
         ids = ids // MP * M + ids % MP
 
-    # the weights, from the chosen logits read again: the same arithmetic gives the same scores
-    x_J = tl.load(logits + ids, mask=is_routed, other=-float("inf"))
-    if DENOMINATOR == "softmax_topk":
-        u = _exp(x_J - tl.max(x_J, 0), PRECISE)
-        u = tl.div_rn(u, tl.sum(u, 0) + tl.zeros_like(u))
+    if SELECT == "scores" and bias is None and DENOMINATOR != "softmax_topk":
+        u = _value(keys)  # the score is what was ranked, or the fill
     else:
-        if SCORE == "softmax":
-            u = tl.div_rn(_exp(x_J - top, PRECISE), total + tl.zeros_like(x_J))
+        # the chosen logits read again: the same arithmetic gives the same scores
+        u = tl.load(logits + ids, mask=is_routed, other=-float("inf"))
+        if DENOMINATOR == "softmax_topk":
+            u = _exp(u - tl.max(u, 0), PRECISE)
+            u = _divide(u, tl.sum(u, 0))
+        elif SCORE == "softmax":
+            u = _divide(_exp(u - top, PRECISE), total)
         else:
-            u = _elementwise(x_J, SCORE, PRECISE)
-        if GROUPED and bias is None:  # a dropped expert, chosen where its fill ties a kept zero, weighs the fill
-            u = tl.where((kept >> ids // M) & 1 == 1, u, FILL)
-        if DENOMINATOR != "none":
-            whole = tl.sum(tl.where(is_routed, u, 0.0), 0)
-            if DENOMINATOR == "sum_at_least":
-                whole = tl.where(whole < EPS, EPS, whole)
-            elif EPS > 0:
-                whole += EPS
-            u = tl.div_rn(u, whole + tl.zeros_like(u))
+            u = _elementwise(u, SCORE, PRECISE)
+    if DENOMINATOR != "softmax_topk" and DENOMINATOR != "none":
+        whole = tl.sum(tl.where(is_routed, u, 0.0), 0)
+        if DENOMINATOR == "sum_at_least":
+            whole = tl.where(whole < EPS, EPS, whole)
+        elif EPS > 0:
+            whole += EPS
+        u = _divide(u, whole)
     if FACTOR != 1.0:
         u *= FACTOR
     row64 = row.to(tl.int64)
@@ -236,7 +257,6 @@ class Route:
             "GROUPED": groups is not None and groups.kept < groups.count,
             "TOP2": groups is not None and groups.score is GroupScore.TOP2_SUM,
             "KEPT": groups.kept if groups is not None else 1,
-            "FILL": groups.fill if groups is not None else 0.0,
             "FILL_KEY": _sortable(groups.fill if groups is not None else 0.0),
             "DENOMINATOR": spec.denominator.value, "EPS": spec.eps, "FACTOR": float(plan.scales.plan),
             "KERNEL": float(plan.scales.kernel), "SHARED": float(plan.scales.shared),
@@ -280,11 +300,12 @@ class Route:
         if num_rows:
             placed = tables or (None, None)
             fused_gate = shared_gate_T if self.plan.num_shared else None
-            with _on(device):
+            with current(device):
                 _route[(num_rows,)](
                     logits_TE, bias_E, table_VK, token_ids_T, fused_gate, valid_T, home_T, *placed, ids_TJ, weights_TJ,
                     logical_TK, chosen_TK, identity_T, load_E, load_P, logits_TE.stride(0),
-                    0 if tables is None else tables.replicas_EX.shape[1], **self.constants, num_warps=1,
+                    0 if tables is None else tables.replicas_EX.shape[1], **self.constants, **early(device),
+                    num_warps=1,
                 )  # fmt: skip
         return Routed(
             ids_TJ=ids_TJ, weights_TJ=weights_TJ, valid_T=valid_T, identity_T=identity_T,
@@ -306,10 +327,3 @@ class Route:
         ):  # fmt: skip
             if (given is not None) != wanted:
                 raise ValueError(f"{spec.family}: {name} is {'missing' if wanted else 'given and not asked for'}")
-
-
-def _on(device: torch.device) -> Any:
-    """The device's context: Triton launches on the current one."""
-    from contextlib import nullcontext
-
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -5,8 +5,10 @@ T rows, J slots a row, P local experts, D hidden, F expert width.
 """
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from functools import cache
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -82,17 +84,22 @@ def config_of(
     device: str, *, num_rows: int, width: int, num_slots: int, hidden: int, expert_width: int, share: float,
     element_size: int,
 ) -> Config:  # fmt: skip
-    """The tuned tiling of the nearest row count on a log scale, for 2-byte values on that device; else the default."""
-    key = shape_key(width=width, num_slots=num_slots, hidden=hidden, expert_width=expert_width, share=share)
-    tuned = _table().get(device, {}).get(key, {}) if element_size == 2 else {}
-    if not tuned or (num_rows == 1 and "1" not in tuned):
-        return default(num_rows, width, num_slots, share, element_size)
-    fitting = [int(t) for t in tuned if (tuned[t]["path"] == "rows") == (num_rows == 1)]
-    nearest = min(fitting, key=lambda t: abs(t / num_rows if t > num_rows else num_rows / t))
-    found = from_json(tuned[str(nearest)])
-    if found.path == "inline" and num_rows * width > 2 * INLINE_ASSIGNMENTS:
-        return default(num_rows, width, num_slots, share, element_size)
-    return found
+    """The tiling tuned on that device for this D and F at the nearest rows an expert, for 2-byte values; else ours."""
+    fallback = default(num_rows, width, num_slots, share, element_size)
+    if element_size != 2:
+        return fallback
+    each, found = num_rows * width * share / num_slots, []
+    for key, tuned in _table().get(device, {}).items():
+        slots, total, tuned_width, *sizes = (int(n) for n in re.findall(r"\d+", key))
+        if sizes != [hidden, expert_width]:
+            continue
+        for rows, entry in tuned.items():
+            if (entry["path"] == "rows") == (num_rows == 1) and (entry["path"] == "inline") <= (
+                num_rows * width <= 2 * INLINE_ASSIGNMENTS
+            ):
+                away = abs(log(int(rows) * tuned_width / total / each))
+                found.append(((slots, total, tuned_width) != (num_slots, round(num_slots / share), width), away, entry))
+    return from_json(min(found, key=lambda one: one[:2])[2]) if found else fallback
 
 
 def from_json(entry: dict[str, Any]) -> Config:

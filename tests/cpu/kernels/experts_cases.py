@@ -25,7 +25,7 @@ class Layer:
 
 
 def layer(num_slots, hidden, width, *, dtype=torch.float32, device="cpu", activation=Activation.SILU, at_input=False,
-          bias=False, unused=()) -> Layer:  # fmt: skip
+          bias=False, unused=(), sparse=False) -> Layer:  # fmt: skip
     g = torch.Generator().manual_seed(num_slots)
 
     def draw(*shape):

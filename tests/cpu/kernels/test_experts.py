@@ -8,6 +8,7 @@ pytest.importorskip("triton", reason="kernels run interpreted where triton is in
 import experts_cases as cases
 
 from truegate.kernels import experts as kernels
+from truegate.kernels import tuning
 from truegate.kernels.ref import experts as twin
 from truegate.law.spec import Activation
 
@@ -52,6 +53,14 @@ def test_narrow_dtypes_accumulate_in_fp32(path):
     assert cases.worst(got, cases.reference(one, x, ids, weights)) < 1e-2
 
 
+@pytest.mark.parametrize(("at_input", "bias"), [(False, True), (True, False)])
+def test_rows_whose_slots_are_mostly_elsewhere(at_input, bias):
+    one = cases.layer(3, 16, 16, at_input=at_input, bias=bias, sparse=True)
+    x, ids, weights = cases.rows(one, 2, 3, drop=0.6)
+    got = cases.run(one, PATHS["rows"], x, ids, weights)
+    assert cases.worst(got, cases.reference(one, x, ids, weights)) < 1e-6
+
+
 @pytest.mark.parametrize("path", ["inline", "ordered", "persistent", "halved"])
 def test_an_expert_with_more_rows_than_a_tile(path):
     one = cases.layer(4, 16, 16)
@@ -81,3 +90,18 @@ def test_permute_is_a_stable_sort_by_expert_and_its_tiles_cover_it(num_rows, slo
     found = [(e, s) for e, s in zip(got.tile_expert_Q.tolist(), got.tile_start_Q.tolist(), strict=True) if e >= 0]
     assert found == tiles
     assert got.end_P.tolist() == [int(((ids >= 0) & (ids <= e)).sum()) for e in range(num_slots)]
+
+
+def test_a_tiling_is_the_tuned_one_nearest_in_rows_an_expert():
+    shape = {"width": 8, "num_slots": 128, "hidden": 2048, "expert_width": 768, "share": 1.0, "element_size": 2}
+    assert tuning.config_of("NVIDIA H200", num_rows=1, **shape).path == "rows"
+    assert tuning.config_of("NVIDIA H200", num_rows=7, **shape) == tuning.config_of("NVIDIA H200", num_rows=8, **shape)
+    assert tuning.config_of("NVIDIA H200", num_rows=9000, **shape).block_m == 128
+    fused = {**shape, "width": 9, "num_slots": 129}  # with a shared slot: the same sizes, so the same table
+    assert tuning.config_of("NVIDIA H200", num_rows=4000, **fused).block_m == 128
+    other = {**shape, "hidden": 999}
+    assert tuning.config_of("NVIDIA H200", num_rows=8, **other) == tuning.default(8, 8, 128, 1.0, 2)
+    for num_rows in (2, 15, 16, 17, 300):  # programs that look at all ids are for few
+        config = tuning.config_of("NVIDIA H200", num_rows=num_rows, **shape)
+        assert config.path != "inline" or num_rows * 8 <= 256
+    assert tuning.from_json(tuning.to_json(tuning.ROWS)) == tuning.ROWS

@@ -57,6 +57,7 @@ class TritonExperts:
         sizes = Sizes(
             num_slots=self.num_slots, hidden=hidden, width=width, activation=self.spec.activation,
             clamp=self.spec.clamp, at_input=self.at_input, weighs=self.weighs,
+            sparse=self.share < 1,
         )  # fmt: skip
         return experts(
             sent.x_TD.contiguous(), w.gate_up_PHD, w.down_PDF, (w.gate_up_bias_PH, w.down_bias_PD), sent.ids_TJ,
