@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-SPLIT_PROGRAMS = 1024  # a decode launch aims at this many programs
-MAX_SPLITS = 64
+SPLIT_PROGRAMS = 256  # a decode launch aims at this many programs: two for each multiprocessor of an H200
+MAX_SPLITS = 32
 
 
 @triton.jit
@@ -205,7 +205,7 @@ def decode(
     block_g = min(max(16, triton.next_power_of_2(group)), 64 if e_size <= 256 else 16)
     head_blocks = num_keys * triton.cdiv(group, block_g)
     splits = decodes.num_splits or num_splits(size * head_blocks)
-    block_s, num_stages, num_warps = _decode_tile(e_size, q1)
+    block_s, num_stages, num_warps = _decode_tile(e_size, q1, size * head_blocks)
     y_DHV = q1.new_empty(size, num_heads, v_size)
     partial = lse = y_DHV
     if splits > 1:
@@ -275,11 +275,13 @@ def _power(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def _decode_tile(e_size: int, q: torch.Tensor) -> tuple[int, int, int]:
+def _decode_tile(e_size: int, q: torch.Tensor, programs: int) -> tuple[int, int, int]:
     """Slots of a tile, pipeline stages, warps. Reading pages takes every other stage: 5 keep two tiles on their way."""
     if q.element_size() == 4:
         return (32, 3, 4) if e_size <= 256 else (16, 2, 8)
-    return (64, 5, 4) if e_size <= 256 else (32, 5, 8)
+    if e_size > 256:
+        return 32, 5, 8
+    return (64, 5, 4) if programs < 32 or 64 < programs < 512 else (32, 5, 4)  # measured at 4, 32, 128 and 512
 
 
 def _precision(q: torch.Tensor) -> str:

@@ -2,7 +2,7 @@
 
     logits[t, e] = sum_d x[t, d] W[e, d] + b[e]
 
-Invariant: 16-bit inputs are exact in the matrix units' 32-bit format and weights are split in three there, so sums
+Invariant: a float32 weight is the sum of three bf16 ones (of other inputs' products: of its 32-bit format's), so sums
 differ from float32's by its own rounding; no atomics. Twin: kernels/ref/gate.py.
 T rows, E outputs, D width.
 """
@@ -16,18 +16,31 @@ import triton.language as tl
 def _gate_kernel(
     x, weight, bias, y, T, x_row,
     E: tl.constexpr, D: tl.constexpr, BIASED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     ok_t, ok_e = t < T, e < E
     acc = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    rest = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    last = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
     for start in range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
         ok_d = d < D
         rows = tl.load(x + t.to(tl.int64)[:, None] * x_row + d[None, :], mask=ok_t[:, None] & ok_d[None, :], other=0.0)
         tile = tl.load(weight + e[:, None] * D + d[None, :], mask=ok_e[:, None] & ok_d[None, :], other=0.0)
-        acc = tl.dot(rows.to(tl.float32), tl.trans(tile), acc, input_precision=PRECISION)
+        if SPLIT:  # three independent sums: one chain of products is as slow as its latency
+            tile = tl.trans(tile)
+            first = tile.to(tl.bfloat16)
+            tile -= first.to(tl.float32)
+            second = tile.to(tl.bfloat16)
+            third = (tile - second.to(tl.float32)).to(tl.bfloat16)
+            acc = tl.dot(rows, first, acc)
+            rest = tl.dot(rows, second, rest)
+            last = tl.dot(rows, third, last)
+        else:
+            acc = tl.dot(rows.to(tl.float32), tl.trans(tile), acc, input_precision=PRECISION)
+    acc += rest + last
     if BIASED:
         acc += tl.load(bias + e, mask=ok_e, other=0.0)[None, :]
     tl.store(y + t.to(tl.int64)[:, None] * E + e[None, :], acc, mask=ok_t[:, None] & ok_e[None, :])
@@ -42,6 +55,7 @@ def gate(x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | Non
     _gate_kernel[(triton.cdiv(num_rows, block), triton.cdiv(num_out, block))](
         x_TD, weight_ED, x_TD if bias_E is None else bias_E, y_TE, num_rows, x_TD.stride(0), E=num_out, D=width,
         BIASED=bias_E is not None, BLOCK_T=block, BLOCK_E=block, BLOCK_D=128 if block == 16 else 64,
-        PRECISION="ieee" if torch.version.hip else "tf32x3", num_warps=4, num_stages=3,
+        SPLIT=x_TD.dtype == torch.bfloat16, PRECISION="ieee" if torch.version.hip else "tf32x3", num_warps=4,
+        num_stages=3,
     )  # fmt: skip
     return y_TE

@@ -44,24 +44,28 @@ class Attention(nn.Module):
         if qk_norm_eps is not None:
             self.qk_norm = RMSNorm((num_heads + num_kv_heads, head_dim), qk_norm_eps, dtype=dtype, device=device)
 
-    def paged(self, x_TD: torch.Tensor, step: PagedStep, pool: Pool) -> torch.Tensor:
-        """The same through the kernels, without the residual."""
+    def paged(
+        self, before: RMSNorm, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, step: PagedStep, pool: Pool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Through the kernels: W_o attention(before(residual + x)), and residual + x."""
         from truegate.kernels import attention, norm
 
-        qkv, rows = self.qkv(x_TD), pool.rows(self.layer)
+        qkv, residual_TD = self.qkv.normed(before, x_TD, residual_TD)
+        rows = pool.rows(self.layer)
         weights = None if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
         norm.rotate_and_store(qkv, (self.num_heads, self.num_kv_heads), weights, step.rotations_XR, step, rows)
         q = qkv.unflatten(1, (-1, self.head_dim))[:, : self.num_heads], None
         kv = rows.view(-1, 2, self.num_kv_heads, self.head_dim)
         keys = kv[:, 0], None, kv[:, 1]
         if step.whole:
-            return self.out(attention.decode(q, keys, step.decodes, scale=self.scale).flatten(1))
-        y_THE = x_TD.new_zeros(x_TD.shape[0], self.num_heads, self.head_dim)  # padded rows stay 0
+            y_THE = attention.decode(q, keys, step.decodes, scale=self.scale)
+            return self.out(y_THE.flatten(1)), residual_TD
+        y_THE = qkv.new_zeros(qkv.shape[0], self.num_heads, self.head_dim)  # padded rows stay 0
         if step.decodes is not None:
             y_THE[step.decodes.rows_D] = attention.decode(q, keys, step.decodes, scale=self.scale)
         if step.chunks is not None:
             attention.prefill(q, keys, step.chunks, y_THE, scale=self.scale)
-        return self.out(y_THE.flatten(1))
+        return self.out(y_THE.flatten(1)), residual_TD
 
     def forward(self, x_TD: torch.Tensor, residual_TD: torch.Tensor, step: StepLayout, pool: Pool) -> torch.Tensor:
         qkv = self.qkv(x_TD)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from truegate.kernels.matrix import matrix
+from truegate.layers.norm import RMSNorm
 
 
 class Linear(nn.Module):
@@ -24,9 +25,25 @@ class Linear(nn.Module):
 
     def forward(self, x_TI: torch.Tensor, residual_TO: torch.Tensor | None = None) -> torch.Tensor:
         if residual_TO is None:
+            if x_TI.is_cuda and x_TI.shape[0] == 1:
+                from truegate.kernels.linear import row
+
+                return row(x_TI, self.weight, self.bias)
             return F.linear(x_TI, self.weight, self.bias)
         y_TO = torch.addmm(residual_TO, x_TI, self.weight.t())
         return y_TO if self.bias is None else y_TO.add_(self.bias)
+
+    def normed(
+        self, norm: RMSNorm, x_TI: torch.Tensor | None, residual_TI: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """W norm(residual + x) + b and the sum, through the kernels; x None: nothing to add."""
+        if residual_TI.shape[0] == 1 and self.weight.is_contiguous():  # a CPU may lay it out the other way
+            from truegate.kernels.linear import norm_row
+
+            found = norm_row(x_TI, residual_TI, (norm.weight, norm.eps), self.weight, self.bias)
+            return found.y_1O, found.residual_1K
+        h_TI = norm.fused(x_TI, residual_TI)
+        return F.linear(h_TI, self.weight, self.bias), residual_TI
 
 
 class GatedMLP(nn.Module):
@@ -42,8 +59,9 @@ class GatedMLP(nn.Module):
         gate_TF, up_TF = self.gate_up(x_TD).split(self.intermediate, dim=-1)
         return self.down(F.silu(gate_TF).mul_(up_TF), residual_TD)
 
-    def fused(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """W_down (silu(W_gate x) * W_up x), without the residual, activation in one kernel."""
+    def fused(self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Through the kernels: what is to be added to the sum residual + x, and that sum."""
         from truegate.kernels.norm import silu_mul
 
-        return self.down(silu_mul(self.gate_up(x_TD)))
+        gate_up, residual_TD = self.gate_up.normed(norm, x_TD, residual_TD)
+        return self.down(silu_mul(gate_up)), residual_TD

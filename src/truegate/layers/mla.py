@@ -59,27 +59,30 @@ class MLA(nn.Module):
         pool.write(self.layer, step.slots_T, latent)
         return self.out(self._attend(q_nope, q_rope, latent, step, pool), residual_TD)
 
-    def paged(self, x_TD: torch.Tensor, step: PagedStep, pool: Pool) -> torch.Tensor:
-        """The same through the kernels, without the residual: decodes absorbed, chunks expanded."""
+    def paged(
+        self, before: RMSNorm, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, step: PagedStep, pool: Pool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Through the kernels: W_o attention(before(residual + x)), decodes absorbed, chunks expanded; residual + x."""
         from truegate.kernels import norm
 
-        q_nope, q_rope, latent = self._split(x_TD, norm.rms_norm)
+        down, residual_TD = self.down.normed(before, x_TD, residual_TD)
+        q_nope, q_rope, latent = self._split(down)
         weights = self.kv_norm.weight, self.kv_norm.eps
         norm.store_latent(latent, q_rope, weights, step.rotations_XR, step, pool.rows(self.layer))
-        shape = x_TD.shape[0], self.num_heads, self.value_dim
+        shape = down.shape[0], self.num_heads, self.value_dim
         if step.whole:
-            y_THV = x_TD.new_empty(shape)
+            y_THV = down.new_empty(shape)
             self._paged_decodes(q_nope, q_rope, step.decodes, pool, y_THV)
-            return self.out(y_THV.flatten(1))
-        y_THV = x_TD.new_zeros(shape)  # padded rows stay 0
+            return self.out(y_THV.flatten(1)), residual_TD
+        y_THV = down.new_zeros(shape)  # padded rows stay 0
         if step.decodes is not None:
             rows_D = step.decodes.rows_D
-            y_DHV = x_TD.new_empty(len(rows_D), *shape[1:])
+            y_DHV = down.new_empty(len(rows_D), *shape[1:])
             self._paged_decodes(q_nope[rows_D], q_rope[rows_D], step.decodes.in_order(), pool, y_DHV)
             y_THV[rows_D] = y_DHV
         if step.chunks is not None:
             self._paged_chunks(q_nope, q_rope, step, pool, y_THV)
-        return self.out(y_THV.flatten(1))
+        return self.out(y_THV.flatten(1)), residual_TD
 
     def _paged_decodes(
         self, q_nope: torch.Tensor, q_rope: torch.Tensor, decodes: PagedDecodes, pool: Pool, y_DHV: torch.Tensor
@@ -105,21 +108,15 @@ class MLA(nn.Module):
         keys = k_nope, k_rope[:, None].expand(-1, self.num_heads, -1), v
         attention.prefill((q_nope, q_rope), keys, step.spread, y_THV, scale=self.scale)
 
-    def _split(self, x_TD: torch.Tensor, rms_norm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _split(self, down_TX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q_nope_THU, q_rope_THR and latent_TW as projected: not yet normed or rotated."""
-        nope, width, rope, heads = (
-            self.num_heads * self.nope_dim,
-            self.kv_rank + self.rope_dim,
-            self.rope_dim,
-            self.num_heads,
-        )
+        heads, nope, rope = self.num_heads, self.num_heads * self.nope_dim, self.num_heads * self.rope_dim
+        width = self.kv_rank + self.rope_dim
         if self.up is None:
-            q_nope, latent, q_rope = self.down(x_TD).split((nope, width, heads * rope), dim=-1)
+            q_nope, latent, q_rope = down_TX.split((nope, width, rope), dim=-1)
         else:
-            q_latent, latent = self.down(x_TD).split((self.q_rank, width), dim=-1)
-            q_nope, q_rope = self.up(rms_norm(q_latent, self.q_norm.weight, self.q_norm.eps)).split(
-                (nope, heads * rope), dim=-1
-            )
+            q_latent, latent = down_TX.split((self.q_rank, width), dim=-1)
+            q_nope, q_rope = self.up(self.q_norm.fused(None, q_latent)).split((nope, rope), dim=-1)
         return q_nope.unflatten(1, (heads, -1)), q_rope.unflatten(1, (heads, -1)), latent
 
     def _project(self, x_TD: torch.Tensor, step: StepLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -56,11 +56,15 @@ class Block(nn.Module):
 
     def fused(
         self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, batch: Batch, step: PagedStep, pool: Pool
-    ) -> torch.Tensor:
-        """The same through the kernels: residual += x in place, and what is to be added to it next is returned."""
-        h_TD = self.attention_norm.fused(x_TD, residual_TD)
-        h_TD = self.mlp_norm.fused(self.attention.paged(h_TD, step, pool), residual_TD)
-        return self.mlp(h_TD, batch) if self.is_moe else self.mlp.fused(h_TD)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same through the kernels, from (x, residual) to (x, residual), whose sum is the row's state.
+
+        residual is overwritten, or, for one row, replaced.
+        """
+        x_TD, residual_TD = self.attention.paged(self.attention_norm, x_TD, residual_TD, step, pool)
+        if self.is_moe:
+            return self.mlp.normed(self.mlp_norm, x_TD, residual_TD, batch)
+        return self.mlp.fused(self.mlp_norm, x_TD, residual_TD)
 
 
 class CausalLM(nn.Module):
@@ -118,7 +122,7 @@ class CausalLM(nn.Module):
         step = batch.paged or paged_step(batch, pool, self.cosines_XR, num_splits=self.num_splits)
         residual_TD, x_TD = F.embedding(batch.token_ids_T, self.embedding), None
         for block in self.blocks:
-            x_TD = block.fused(x_TD, residual_TD, batch, step, pool)
+            x_TD, residual_TD = block.fused(x_TD, residual_TD, batch, step, pool)
         return self.norm.fused(x_TD, residual_TD)
 
     @torch.inference_mode()

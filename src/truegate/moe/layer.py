@@ -63,11 +63,24 @@ class MoELayer(nn.Module):
         )  # fmt: skip
         self.experts = backends.experts.build(plan, weights)
 
-    def forward(self, x_TD: torch.Tensor, batch) -> torch.Tensor:
-        """x_TD in the run's dtype -> y_TD; `batch` gives valid_T, all_valid, token_ids_T and recorder."""
+    def normed(self, norm, x_TD, residual_TD, batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Through the kernels: the layer's output at norm(residual + x), and residual + x."""
+        if residual_TD.shape[0] > 1:
+            return self(norm.fused(x_TD, residual_TD), batch), residual_TD
+        from truegate.kernels.linear import norm_row
+
+        weights = norm.weight, norm.eps
+        found = norm_row(x_TD, residual_TD, weights, self.gate_weight, self.gate_bias, keep=True)
+        return self(found.h_1K, batch, found.y_1O), found.residual_1K
+
+    def forward(self, x_TD: torch.Tensor, batch, logits_TE: torch.Tensor | None = None) -> torch.Tensor:
+        """x_TD in the run's dtype -> y_TD; `batch` gives valid_T, all_valid, token_ids_T and recorder.
+
+        logits_TE are the router's, where they have been computed.
+        """
         valid = None if batch.all_valid else batch.valid_T
         g = self.gate_of_shared(x_TD)
-        logits = self.gate(x_TD)
+        logits = self.gate(x_TD) if logits_TE is None else logits_TE
         routed = self.router(logits, gate=g, token_ids=batch.token_ids_T, valid=valid)
         sent = self.dispatch.send(x_TD, routed)
         shared = self.shared(x_TD, g)

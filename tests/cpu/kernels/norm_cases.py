@@ -103,3 +103,23 @@ def check_gate(num_rows: int, num_out: int, width: int, *, biased: bool, dtype, 
     y_TE = gate(x_TD, weight_ED, bias_E)
     assert y_TE.dtype == torch.float32
     assert float((y_TE - exact).abs().max() / exact.abs().max()) < 2e-6
+
+
+def check_row(num_out: int, width: int, *, biased: bool, add: bool, dtype, device, weight_dtype=None) -> None:
+    from truegate.kernels import linear
+    from truegate.kernels.ref import linear as twin
+
+    tensors = Tensors(1, dtype=dtype, device=device)
+    x_1K, residual_1K, weight_K = tensors(1, width), tensors(1, width), tensors(width)
+    weight_OK = tensors(num_out, width)
+    bias_O = tensors(num_out) if biased else None
+    same(linear.row(x_1K, weight_OK, bias_O), twin.row(x_1K, weight_OK, bias_O))
+    weight_OK = weight_OK.to(weight_dtype or dtype)
+    before = residual_1K.clone()
+    arguments = (x_1K if add else None, residual_1K, (weight_K, 1e-6), weight_OK, bias_O)
+    mine, right = linear.norm_row(*arguments, keep=True), twin.norm_row(*arguments)
+    assert torch.equal(residual_1K, before), "the residual is not written"
+    assert mine.y_1O.dtype == weight_OK.dtype
+    for one, two in zip(mine, right, strict=True):
+        same(one, two)
+    assert linear.norm_row(*arguments).h_1K is None

@@ -39,3 +39,9 @@ def test_silu_mul_is_its_twin(width):
 def test_router_logits_are_float32s(num_rows, num_out, width, biased):
     for dtype in (torch.float32, torch.float16):
         cases.check_gate(num_rows, num_out, width, biased=biased, dtype=dtype, device="cpu")
+
+
+@pytest.mark.parametrize(("biased", "add"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("num_out", "width"), [(7, 24), (600, 64)])
+def test_a_row_times_a_matrix_is_its_twin(num_out, width, biased, add):
+    cases.check_row(num_out, width, biased=biased, add=add, **PLACE)
