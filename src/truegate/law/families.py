@@ -127,6 +127,7 @@ def _deepseek_v2(keys: Keys, layer: int) -> RoutingSpec | None:
     if method not in ("greedy", "group_limited_greedy"):
         raise keys.refuse(method_key, f"is {shown(method)}, must be 'greedy' or 'group_limited_greedy'")
     groups = None
+    keys.value("n_group", None), keys.value("topk_group", None)  # these speak only where groups are chosen
     if method == "group_limited_greedy":
         count, kept = keys.integer("n_group", None), keys.integer("topk_group", None)
         groups = Groups(count=count, kept=kept, score=GroupScore.MAX, fill=0.0)

@@ -73,6 +73,7 @@ def test_a_config_as_transformers_writes_it_is_let_through(name, checkpoint):
         ("Qwen2-MoE", {"use_sliding_window": False, "sliding_window": 128, "max_window_layers": 2}),
         ("DeepSeek-V3", {"auto_map": {"AutoModel": "x.Y"}, "ep_size": 1, "aux_loss_alpha": 0.001, "seq_aux": True}),
         ("DeepSeek-V3", {"model_type": "kimi_k2"}),
+        ("DeepSeek-V2-Lite", {"topk_method": "greedy", "n_group": 1, "topk_group": 1}),  # as it was published
         ("GLM-4.5", {"some_switch": False, "some_factor": None}),
     ],
 )
