@@ -7,16 +7,20 @@ Decode: a captured pass over as many layers as keep the pool out of the L2 cache
 """
 
 import argparse
+import functools
 import itertools
 
 import torch
 
 from truegate.cache.pools import MHAPool, MLAPool
-from truegate.kernels import attention, gate, norm
+from truegate.kernels import attention, gate, linear, norm
 from truegate.layers.paged import paged_step
 from truegate.types import Batch
 
 PAGE, BANDWIDTH, MATMUL = 16, 4.3e12, 780e12
+TILES = {  # slots, stages, warps
+    "gqa": ((64, 5, 4), (32, 5, 4), (64, 7, 4), (128, 5, 8)), "mla": ((32, 5, 8), (32, 5, 4), (64, 3, 8)),
+}  # fmt: skip
 
 
 def timed(run, repeats: int = 20) -> float:
@@ -103,6 +107,36 @@ def prefill(kind: str, count: int, length: int) -> tuple[float, float]:
     return timed(lambda: attention.prefill(q, keys, chunks, y, scale=0.08)), operations / MATMUL * 1e6
 
 
+def repeat(one) -> None:
+    for _ in range(10):
+        one()
+
+
+def cast_and_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(x.float(), weight)
+
+
+def rows() -> None:
+    """One row times as many matrices as the L2 cache cannot hold."""
+    for num_out, width in ((5120, 2048), (2048, 4096), (3648, 2048), (2048, 2048)):
+        copies = -(-(200 << 20) // (num_out * width * 2))
+        weights = torch.randn(copies, num_out, width, device="cuda", dtype=torch.bfloat16)
+        x, scale = torch.randn(2, 1, width, device="cuda", dtype=torch.bfloat16)
+        kinds = {
+            "row": lambda w, x=x: linear.row(x, w),
+            "norm and row": lambda w, x=x, scale=scale: linear.norm_row(x, x, (scale[0], 1e-6), w),
+            "torch": lambda w, x=x: torch.nn.functional.linear(x, w),
+        }
+        took = {name: timed(functools.partial(each, one, weights)) / copies for name, one in kinds.items()}
+        floor = num_out * width * 2 / BANDWIDTH * 1e6
+        print(f"1 x {width} -> {num_out}: floor {floor:.1f} us  " + "  ".join(f"{n} {u:.1f}" for n, u in took.items()))
+
+
+def each(one, weights: torch.Tensor) -> None:
+    for weight in weights:
+        one(weight)
+
+
 def others() -> None:
     for num_rows in (1, 8, 32, 128, 8192):
         x = torch.randn(num_rows, 2048, device="cuda", dtype=torch.bfloat16)
@@ -114,12 +148,12 @@ def others() -> None:
         heads = torch.ones(36, 128, device="cuda", dtype=torch.bfloat16), 1e-6
         rotations = torch.randn(64, 128, device="cuda")
         took = [
-            timed(lambda: [run() for _ in range(10)]) / 10
-            for run in (
-                lambda: norm.rms_norm(x, weight, 1e-6, residual),
-                lambda: gate.gate(x, gates),
-                lambda: torch.nn.functional.linear(x.float(), gates),
-                lambda: norm.rotate_and_store(qkv, (32, 4), heads, rotations, batch, pool.rows(0)),
+            timed(functools.partial(repeat, one)) / 10
+            for one in (
+                functools.partial(norm.rms_norm, x, weight, 1e-6, residual),
+                functools.partial(gate.gate, x, gates),
+                functools.partial(cast_and_linear, x, gates),
+                functools.partial(norm.rotate_and_store, qkv, (32, 4), heads, rotations, batch, pool.rows(0)),
             )
         ]
         print(f"T={num_rows:<5} add+norm {took[0]:6.1f} us  gate {took[1]:6.1f} (cast and linear {took[2]:6.1f})  "
@@ -128,17 +162,17 @@ def others() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--sweep", choices=("gqa", "mla"), nargs="*", default=[])
     parser.add_argument("--context", type=int, default=1152)
     options = parser.parse_args()
     print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
     for kind, size in itertools.product(("gqa", "mla"), (1, 8, 32, 128)):
         us, floor = decode(kind, size, options.context, None)
         print(f"{kind} decode B={size:<4} {us:7.1f} us  floor {floor:6.1f} ({floor / us:4.0%})", flush=True)
-        if options.sweep:
+        if kind in options.sweep:
             found = []
             usual = attention._decode_tile
-            tiles = ((64, 5, 4), (32, 5, 4), (64, 7, 4), (128, 5, 8)) if kind == "gqa" else ((32, 5, 8), (16, 7, 4), (32, 3, 4))  # fmt: skip
+            tiles = TILES[kind]
             for tile, splits in itertools.product(tiles, (1, 2, 4, 8, 16, 32, 64)):
                 if not 64 <= size * splits * (4 if kind == "gqa" else 1) <= 4096:
                     continue
@@ -153,6 +187,7 @@ def main() -> None:
         us, floor = prefill(kind, count, 1024)
         print(f"{kind} prefill {count} x 1024 {us:7.1f} us  floor {floor:6.1f} ({floor / us:4.0%})", flush=True)
     others()
+    rows()
 
 
 if __name__ == "__main__":

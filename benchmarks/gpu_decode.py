@@ -121,7 +121,7 @@ def run(engine: Engine, batch: int, num_out: int, seed: int) -> dict[str, float]
             prefill = prefill or now - began
             if len(outputs) == batch:
                 moments.append(now)
-    steps = [b - a for a, b in itertools.pairwise(moments[2:])]
+    steps = [b - a for a, b in itertools.pairwise(moments[2:])] or [float("nan")]
     return {"prefill_s": prefill, "step_ms": statistics.median(steps) * 1e3, "steps": len(steps)}
 
 
@@ -142,23 +142,51 @@ def profile(engine: Engine, batch: int, num_steps: int = 6) -> dict[str, Any]:
         engine.cancel(f"p{i}")
     while engine.has_work:
         engine.step()
+    return summary(trace, num_steps)
+
+
+def profile_prefill(engine: Engine, rows: int) -> dict[str, Any]:
+    """What the device ran in one prefill step of `rows` rows."""
+    params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+    for i in range(rows // PROMPT):
+        engine.add(Request(request_id=f"q{i}", prompt_token_ids=(7,) * PROMPT, params=params))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        while engine.has_work:
+            engine.step()
+        torch.cuda.synchronize()
+    return summary(trace, 1)
+
+
+def summary(trace: Any, num_steps: int) -> dict[str, Any]:
+    """Kernels a step, microseconds a step by name, and the gaps before each step's first copy to the device."""
     events = sorted(
         (e.time_range.start, e.time_range.end, e.name) for e in trace.events() if e.device_type.name == "CUDA"
     )
     gaps, end = [], events[0][0]
-    for began, ended, _ in events:
-        gaps.append(began - end)
+    for began, ended, name in events:
+        if "HtoD" in name:
+            gaps.append(began - end)
         end = max(end, ended)
     kernels = [(b, e, n) for b, e, n in events if not n.startswith(("Memcpy", "Memset"))]
     names: Counter[str] = Counter()
     for began, ended, name in kernels:
         names[re.sub(r"<.*", "", name)[:60]] += ended - began
     return {
-        "kernels_a_step": len(kernels) / num_steps, "largest_gap_us": max(gaps),
+        "kernels_a_step": len(kernels) / num_steps, "gap_us": statistics.median(gaps[1:] or [0.0]),
         "busy_share": sum(e - b for b, e, _ in events) / (events[-1][1] - events[0][0]),
         "us_a_step": {name: us / num_steps for name, us in names.most_common(16)},
         "counts": {n: c / num_steps for n, c in Counter(re.sub(r"<.*", "", n)[:60] for _, _, n in kernels).items()},
     }  # fmt: skip
+
+
+def show(seen: dict[str, Any], layers: int) -> None:
+    print(
+        f"  {seen['kernels_a_step']:.0f} kernels a step, {seen['kernels_a_step'] / layers:.1f} a layer; gap between "
+        f"steps {seen['gap_us']:.0f} us; busy {seen['busy_share']:.0%}",
+        flush=True,
+    )
+    for key, us in seen["us_a_step"].items():
+        print(f"    {us:9.1f} us  {seen['counts'][key]:6.1f} x  {key}", flush=True)
 
 
 def main() -> int:
@@ -186,7 +214,7 @@ def main() -> int:
         layers = engine.model.num_layers
         rows: dict[str, Any] = {"start": facts}
         for batch in options.batch:
-            run(engine, batch, 4, seed=batch)  # compiles what this batch needs
+            run(engine, batch, 4 + batch * PROMPT // options.chunk, seed=batch)  # compiles what this batch needs
             got = run(engine, batch, options.out, seed=1000 + batch)
             floor = roofline_ms(engine.model, batch, PROMPT + options.out // 2, options.bandwidth)
             theirs = SGLANG[name][batch] if batch in SGLANG[name] else (float("nan"), float("nan"))
@@ -200,13 +228,12 @@ def main() -> int:
             rows[str(batch)] = {**got, "roofline_ms": floor, "prefill_tok_s": prefill}
             if batch in options.profile:
                 seen = rows[str(batch)]["profile"] = profile(engine, batch)
-                print(
-                    f"  {seen['kernels_a_step']:.0f} kernels a step, {seen['kernels_a_step'] / layers:.1f} a layer; "
-                    f"largest gap {seen['largest_gap_us']:.0f} us; busy {seen['busy_share']:.0%}",
-                    flush=True,
-                )
-                for key, us in seen["us_a_step"].items():
-                    print(f"    {us:9.1f} us  {seen['counts'][key]:6.1f} x  {key}", flush=True)
+                show(seen, layers)
+        if options.profile:
+            for prompts in (1, 8):
+                print(f"{name} prefill of {prompts} x {PROMPT}:")
+                rows[f"prefill_{prompts}"] = seen = profile_prefill(engine, prompts * PROMPT)
+                show(seen, layers)
         peak = torch.cuda.max_memory_reserved() / 2**30 - facts["weights_gib"] - facts["kv_gib"]
         print(f"{name} peak beyond weights and KV: {peak:.2f} GiB", flush=True)
         rows["peak_rest_gib"] = peak
