@@ -47,8 +47,13 @@ class Pool:
         """rows_SW, gathered."""
         return self._rows[layer].index_select(0, slots_S)
 
-    def borrow(self, layer: int, slots_S: torch.Tensor) -> torch.Tensor:
-        """rows_SW, gathered into a buffer that the next `borrow` overwrites: it stays in the cache."""
+    def borrow(self, layer: int, slots_S: torch.Tensor | slice) -> torch.Tensor:
+        """rows_SW: the pool's own where they are neighbours, else gathered into a buffer that stays in the cache.
+
+        The next `borrow` overwrites it.
+        """
+        if isinstance(slots_S, slice):
+            return self._rows[layer][slots_S]
         count = slots_S.shape[0]
         if count > self._scratch_buf.shape[0]:
             self._scratch_buf = self._scratch_buf.new_empty(2 * count, self.width)

@@ -71,8 +71,9 @@ def realise(
     gated = spec.shared is not None and spec.shared.gate is SharedGate.SIGMOID
     if gated != (shared_gate_T is not None):
         raise ValueError(f"{spec.family}: shared_gate_T goes with a sigmoid-gated shared expert, and only with it")
-    if plan.scales.plan != 1:
-        weights_TK = weights_TK * float(plan.scales.plan)
+    factors = plan.scales.factors
+    if factors.plan != 1:
+        weights_TK = weights_TK * factors.plan
     logical_TK, chosen_TK, ok_TK = ids_TK, weights_TK, None
     if valid_T is not None:
         # whatever a padded row holds (NaN logits, ids of another step), it must not reach a table below
@@ -83,7 +84,7 @@ def realise(
         is_identity_TK = ids_TK >= spec.num_experts
         live_TK = is_identity_TK if ok_TK is None else is_identity_TK & ok_TK
         # the kernel's factor never meets x itself, so it is put in here; combine adds before the last multiply
-        identity_T = xp.where(live_TK, weights_TK, 0.0).sum(-1) * float(plan.scales.kernel)
+        identity_T = xp.where(live_TK, weights_TK, 0.0).sum(-1) * factors.kernel
         ok_TK = ~is_identity_TK if ok_TK is None else ok_TK & ~is_identity_TK
         ids_TK = xp.where(is_identity_TK, _spread(ids_TK, spec.num_experts, xp), ids_TK)
     load_E = _count(ids_TK, ok_TK, spec.num_experts, xp) if count else None
@@ -92,7 +93,7 @@ def realise(
     ids_TJ, weights_TJ, ok_TJ = _append_shared(plan, slots_TK, weights_TK, ok_TK, valid_T, shared_gate_T, home_T, xp)
     if ok_TJ is not None:
         ids_TJ, weights_TJ = mark_invalid(plan.send.pad, ids_TJ, weights_TJ, ok_TJ, plan.send.num_slots, xp)
-    ids_TJ = xp.asarray(ids_TJ, dtype=getattr(xp, plan.send.id_dtype))
+    ids_TJ = _cast(ids_TJ, plan.send.id_dtype, xp)
     return Routed(
         ids_TJ=ids_TJ, weights_TJ=weights_TJ, valid_T=valid_T, identity_T=identity_T,
         shared_gate_T=shared_gate_T if plan.num_shared == 0 else None, load_E=load_E, load_P=load_P,
@@ -105,6 +106,11 @@ def _count(ids_TK: Array, ok_TK: Array, size: int, xp: ModuleType) -> Array:
     live_TK = xp.ones_like(ids_TK) if ok_TK is None else ok_TK
     counts = xp.bincount(ids_TK.reshape(-1), xp.asarray(live_TK, dtype=xp.float64).reshape(-1), size)
     return xp.asarray(counts, dtype=xp.int64)
+
+
+def _cast(ids_TJ: Array, dtype: str, xp: ModuleType) -> Array:
+    wanted = getattr(xp, dtype)
+    return ids_TJ if ids_TJ.dtype == wanted else xp.asarray(ids_TJ, dtype=wanted)
 
 
 def _spread(ids_TK: Array, size: int, xp: ModuleType) -> Array:
@@ -144,9 +150,8 @@ def _append_shared(
         shared_TS = home_T1 * (per_rank + num_shared) + per_rank + j_TS
     else:
         shared_TS = plan.placement.num_slots + j_TS
-    weight = float(plan.scales.shared)
     gate_T1 = xp.ones_like(weights_TK[:, :1]) if shared_gate_T is None else shared_gate_T.reshape(num_rows, 1)
-    shared_weights_TS = xp.broadcast_to(gate_T1 * weight, (num_rows, num_shared))
+    shared_weights_TS = xp.broadcast_to(gate_T1 * plan.scales.factors.shared, (num_rows, num_shared))
     if ok_TK is not None:
         row_ok_T1 = xp.ones_like(ok_TK[:, :1]) if valid_T is None else valid_T[:, None]
         ok_TK = xp.concatenate([ok_TK, xp.broadcast_to(row_ok_T1, (num_rows, num_shared))], -1)
@@ -201,7 +206,7 @@ def to_local(
         local_TJ = ids_TJ - rank * width
         mine_TJ = (local_TJ >= 0) & (local_TJ < width)
     local_TJ, weights_TJ = mark_invalid(plan.receive.pad, local_TJ, weights_TJ, ok_TJ & mine_TJ, width, xp)
-    return xp.asarray(local_TJ, dtype=getattr(xp, plan.receive.id_dtype)), weights_TJ
+    return _cast(local_TJ, plan.receive.id_dtype, xp), weights_TJ
 
 
 def decode(plan: Plan, routed: Routed) -> "numpy.ndarray[Any, numpy.dtype[numpy.float64]]":

@@ -8,8 +8,9 @@ R expert-parallel ranks, P physical slots, L = P / R, S fused shared slots, K ro
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 from truegate.errors import Refused
 from truegate.law.choices import Choices, Ranks
@@ -21,6 +22,16 @@ from truegate.law.spec import RoutingSpec, SharedGate, WeightAt
 __all__ = ["Choices", "IdEdge", "Plan", "Ranks", "Scales", "SumEdge", "compile_plan"]
 
 DEFAULTS = Choices()
+
+
+class Factors(NamedTuple):
+    """`Scales` as floats, for the step loop: comparing and converting a `Fraction` costs as much as an operation."""
+
+    plan: float
+    kernel: float
+    finish: float
+    shared: float
+    later: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +51,11 @@ class Scales:
     def later(self) -> Fraction:
         """b: everything that multiplies after the shared slots were appended."""
         return self.kernel * self.finish
+
+    @cached_property
+    def factors(self) -> "Factors":
+        """What is multiplied by while serving."""
+        return Factors(*map(float, (self.plan, self.kernel, self.finish, self.shared, self.later)))
 
     @property
     def folded(self) -> Fraction:
@@ -107,8 +123,8 @@ class Plan:
 
         reduce(tensor, group) sums over a named group of ranks; needed exactly when an edge is partial.
         """
-        if self.scales.finish != 1:
-            y_TD = y_TD * float(self.scales.finish)
+        if self.scales.factors.finish != 1:
+            y_TD = y_TD * self.scales.factors.finish
         over, beside = self.combine.partial_over, self.beside
         if (shared_TD is None) != (beside is None):
             lost = "has a shared expert beside its experts" if beside else "has no shared expert beside its experts"

@@ -25,14 +25,15 @@ GROUP_MAX_BYTES = 4 << 20
 class DecodeGroup:
     """Rows [start, stop) of the decode rows, attended to as one padded batch of `length` slots.
 
-    slots_S int64 [N * length]: reading past a context repeats its last slot, at bias -inf.
+    slots_S int64 [N * length]: reading past a context repeats its last slot, at bias -inf. A slice on a CPU where one
+    sequence lies in neighbouring pages, and nothing has to be gathered.
     bias_N1S [N, 1, length] in the run dtype: 0 inside the context, -inf past it; None where all contexts are `length`.
     """
 
     start: int
     stop: int
     length: int
-    slots_S: torch.Tensor
+    slots_S: torch.Tensor | slice
     bias_N1S: torch.Tensor | None
 
 
@@ -140,6 +141,13 @@ def _group(
     start: int, stop: int, lengths: list[int], table_NP: torch.Tensor, last_N1: torch.Tensor, pool: Pool
 ) -> DecodeGroup:
     length = max(lengths)
+    if stop - start == 1 and table_NP.device.type == "cpu":
+        pages = table_NP[0, : -(-length // pool.page_size)].tolist()  # sync: a CPU tensor
+        if pages == list(range(pages[0], pages[0] + len(pages))):
+            first = pages[0] * pool.page_size
+            return DecodeGroup(
+                start=start, stop=stop, length=length, slots_S=slice(first, first + length), bias_N1S=None
+            )
     offsets_S = torch.arange(length, device=table_NP.device)
     bias = None
     if min(lengths) < length:

@@ -20,6 +20,7 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = nn.Buffer(matrix(num_out, num_in, dtype=dtype, device=device))
+        self._weight_IO = self.weight.t()
         # zeros: a stacked matrix may have parts without a bias in the checkpoint
         self.bias = nn.Buffer(torch.zeros(num_out, dtype=dtype, device=device)) if bias else None
 
@@ -30,7 +31,7 @@ class Linear(nn.Module):
 
                 return row(x_TI, self.weight, self.bias)
             return F.linear(x_TI, self.weight, self.bias)
-        y_TO = torch.addmm(residual_TO, x_TI, self.weight.t())
+        y_TO = torch.addmm(residual_TO, x_TI, self._weight_IO)
         return y_TO if self.bias is None else y_TO.add_(self.bias)
 
     def normed(

@@ -53,6 +53,8 @@ class MLA(nn.Module):
         self.kv_norm = RMSNorm((kv_rank,), norm_eps, **place)
         self.kv_up = nn.Buffer(torch.empty(num_heads, nope_dim + value_dim, kv_rank, **place))
         self.out = Linear(num_heads * value_dim, hidden, bias=bias, **place)
+        self._key_up_HUC, self._value_up_HVC = self.kv_up.split((nope_dim, value_dim), dim=1)
+        self._no_bias = torch.zeros(1, 1, 1, **place)
 
     def forward(self, x_TD: torch.Tensor, residual_TD: torch.Tensor, step: StepLayout, pool: Pool) -> torch.Tensor:
         q_nope, q_rope, latent = self._project(x_TD, step)
@@ -156,25 +158,24 @@ class MLA(nn.Module):
     def _decode(self, q_nope: torch.Tensor, q_rope: torch.Tensor, decodes: Decodes, pool: Pool) -> torch.Tensor:
         """Absorbed: the H queries of a sequence are rows of one attention over its latents."""
         q_NHW = self._absorb(q_nope, q_rope)
-        mixed_NHC = q_NHW.new_empty(decodes.size, self.num_heads, self.kv_rank)
+        mixed = []
         for group in decodes.groups:
-            part = slice(group.start, group.stop)
-            rows_NSW = pool.borrow(self.layer, group.slots_S).view(group.stop - group.start, group.length, -1)
-            if group.bias_N1S is None:
-                scores_NHS = torch.bmm(q_NHW[part], rows_NSW.transpose(1, 2)).mul_(self.scale)
-            else:
-                scores_NHS = torch.baddbmm(group.bias_N1S, q_NHW[part], rows_NSW.transpose(1, 2), alpha=self.scale)
-            torch.bmm(scores_NHS.softmax(-1), rows_NSW[..., : self.kv_rank], out=mixed_NHC[part])
+            q = q_NHW if group.stop - group.start == decodes.size else q_NHW[group.start : group.stop]
+            rows_NSW = pool.borrow(self.layer, group.slots_S).view(len(q), group.length, -1)
+            bias, beta = (self._no_bias, 0) if group.bias_N1S is None else (group.bias_N1S, 1)
+            scores_NHS = torch.baddbmm(bias, q, rows_NSW.transpose(1, 2), beta=beta, alpha=self.scale)
+            mixed.append(torch.bmm(scores_NHS.softmax(-1), rows_NSW[..., : self.kv_rank]))
+        mixed_NHC = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
         return self._values(mixed_NHC.transpose(0, 1))
 
     def _absorb(self, q_nope_THU: torch.Tensor, q_rope_THR: torch.Tensor) -> torch.Tensor:
         """q_THW = (q_nope W_uk | q_rope): scores against the pool's rows as they are."""
-        q_HTC = torch.bmm(q_nope_THU.transpose(0, 1), self.kv_up[:, : self.nope_dim])
+        q_HTC = torch.bmm(q_nope_THU.transpose(0, 1), self._key_up_HUC)
         return torch.cat((q_HTC.transpose(0, 1), q_rope_THR), dim=-1)
 
     def _values(self, mixed_HTC: torch.Tensor) -> torch.Tensor:
         """y_TX = concat_h W_uv mixed."""
-        y_HTV = torch.bmm(mixed_HTC, self.kv_up[:, self.nope_dim :].transpose(1, 2))
+        y_HTV = torch.bmm(mixed_HTC, self._value_up_HVC.transpose(1, 2))
         return y_HTV.transpose(0, 1).reshape(mixed_HTC.shape[1], -1)
 
     def _chunk(

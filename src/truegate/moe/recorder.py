@@ -19,7 +19,7 @@ class Recorder:
 
     def add(self, plan: Plan, routed: Routed) -> None:
         """Take one layer's choice; the weights are coefficients of the sum: times p * a already, times b here."""
-        later = float(plan.scales.later)
+        later = plan.scales.factors.later
         self._ids.append(routed.logical_TK)
         self._weights.append(routed.chosen_TK if later == 1 else routed.chosen_TK * later)
 

@@ -12,11 +12,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbed
 
 from truegate.cache.pools import MHAPool
 from truegate.errors import UserError
-from truegate.layers.layout import cut
+from truegate.layers.layout import cut, step_layout
 from truegate.layers.mla import MLA
 from truegate.layers.norm import RMSNorm
 from truegate.layers.rope import interleave_rows, rope_spec, rope_table, rotate_
 from truegate.models import load_model
+from truegate.types import Batch
 
 YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "rope_theta": 10000.0}
 ROPES = [
@@ -115,6 +116,23 @@ def test_decode_groups_cover_all_contexts_and_waste_no_more_than_a_group_costs(l
     for group in groups:
         assert len(group) == 1 or max(group) * len(group) <= most
         assert max(group) * len(group) - sum(group) <= cost * (len(group) - 1)
+
+
+@pytest.mark.parametrize(("pages", "in_place"), [([3, 4, 5], True), ([3, 5, 4], False), ([6], True)])
+def test_a_lone_context_in_neighbouring_pages_is_read_where_it_lies(pages, in_place):
+    pool = MHAPool(num_layers=1, num_pages=9, page_size=4, width=2, dtype=torch.float32, device="cpu")
+    pool.rows(0).copy_(torch.arange(72.0).view(36, 2))
+    context = 4 * len(pages) - 2
+    slots = [page * 4 + i for page in pages for i in range(4)][:context]
+    batch = Batch(
+        token_ids_T=torch.tensor([1]), positions_T=torch.tensor([context - 1]), valid_T=torch.tensor([True]),
+        slots_T=torch.tensor(slots[-1:]), page_table_NP=torch.tensor([[*pages, 0]]), query_lens=[1],
+        context_lens=[context], logit_rows_M=torch.tensor([0]),
+    )  # fmt: skip
+    (group,) = step_layout(batch, pool, torch.ones(16, 1, dtype=torch.complex64)).decodes.groups
+    rows = pool.borrow(0, group.slots_S)
+    assert torch.equal(rows, pool.rows(0)[slots])
+    assert (rows.untyped_storage().data_ptr() == pool.data.untyped_storage().data_ptr()) is in_place
 
 
 def test_a_pool_needs_a_page_beside_the_sink():
