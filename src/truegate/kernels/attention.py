@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from truegate.kernels.launch import early, take_turn
+
 SPLIT_PROGRAMS = 256  # a decode launch aims at this many programs: two for each multiprocessor of an H200
 MAX_SPLITS = 32
 
@@ -56,8 +58,9 @@ def _decode_kernel(
     q1_row, q1_head, q2_row, q2_head, k1_slot, k1_head, k2_slot, k2_head, v_slot, v_head, table_row,
     H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, R: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_V: tl.constexpr, VALUES_ARE_KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr, VALUES_ARE_KEYS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    take_turn(EARLY)
     head_block, split, d = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     blocks: tl.constexpr = (G + BLOCK_G - 1) // BLOCK_G
     key_head = head_block // blocks
@@ -110,9 +113,10 @@ def _decode_kernel(
 @triton.jit
 def _combine_kernel(
     partial, lse, out, contexts, min_split, H: tl.constexpr, V: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out = sum_i 2^(lse_i - max) y_i / sum_i 2^(lse_i - max), over the splits that hold anything."""
+    take_turn(EARLY)
     head, d = tl.program_id(0), tl.program_id(2).to(tl.int64)
     column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     context = tl.load(contexts + d)
@@ -135,8 +139,9 @@ def _prefill_kernel(
     q1_row, q1_head, q2_row, q2_head, k1_slot, k1_head, k2_slot, k2_head, v_slot, v_head, out_row, out_head, table_row,
     G: tl.constexpr, E: tl.constexpr, R: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, PAGED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    take_turn(EARLY)
     head, chunk = tl.program_id(1), tl.program_id(2)
     first_row = tl.load(chunks + 4 * chunk).to(tl.int64)
     num_rows = tl.load(chunks + 4 * chunk + 1)
@@ -218,13 +223,13 @@ def decode(
         H=num_heads, G=group, E=e_size, R=r_size, V=v_size, PAGE=decodes.page_size, SPLITS=splits, BLOCK_G=block_g,
         BLOCK_S=block_s, BLOCK_E=_power(e_size), BLOCK_R=_power(r_size), BLOCK_V=_power(v_size),
         VALUES_ARE_KEYS=v.data_ptr() == k1.data_ptr() and v_size == e_size, PRECISION=_precision(q1),
-        num_warps=num_warps, num_stages=num_stages,
+        num_warps=num_warps, num_stages=num_stages, **early(q1.device),
     )  # fmt: skip
     if splits > 1:
         block_v = min(_power(v_size), 128)
         _combine_kernel[(num_heads, triton.cdiv(v_size, block_v), size)](
             partial, lse, y_DHV, decodes.contexts_D, decodes.min_split, H=num_heads, V=v_size, SPLITS=splits,
-            BLOCK_S=block_s, BLOCK_V=block_v, num_warps=4 if splits > 8 else 1,
+            BLOCK_S=block_s, BLOCK_V=block_v, num_warps=4 if splits > 8 else 1, **early(q1.device),
         )  # fmt: skip
     return y_DHV
 
@@ -264,7 +269,7 @@ def prefill(
         G=num_heads // num_keys, E=e_size, R=r_size, V=v_size, PAGE=chunks.page_size, PAGED=table is not None,
         BLOCK_M=block_m, BLOCK_S=64 if narrow else 32, BLOCK_E=_power(e_size), BLOCK_R=_power(r_size),
         BLOCK_V=_power(v_size), PRECISION=_precision(q1), num_warps=8 if long else 4,
-        num_stages=3 if narrow else 2,
+        num_stages=3 if narrow else 2, **early(q1.device),
     )  # fmt: skip
 
 

@@ -11,13 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
+from truegate.kernels.launch import early, take_turn
+
 
 @triton.jit
 def _gate_kernel(
     x, weight, bias, y, T, x_row,
     E: tl.constexpr, D: tl.constexpr, BIASED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    take_turn(EARLY)
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     ok_t, ok_e = t < T, e < E
@@ -56,6 +59,6 @@ def gate(x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | Non
         x_TD, weight_ED, x_TD if bias_E is None else bias_E, y_TE, num_rows, x_TD.stride(0), E=num_out, D=width,
         BIASED=bias_E is not None, BLOCK_T=block, BLOCK_E=block, BLOCK_D=128 if block == 16 else 64,
         SPLIT=x_TD.dtype == torch.bfloat16, PRECISION="ieee" if torch.version.hip else "tf32x3", num_warps=4,
-        num_stages=3,
+        num_stages=3, **early(x_TD.device),
     )  # fmt: skip
     return y_TE

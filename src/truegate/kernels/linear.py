@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from truegate.kernels.launch import early, take_turn
+
 MAX_WIDTH = 16384  # the row is held in registers
 TILE_BYTES = 32768  # of the matrix, in one program
 
@@ -20,12 +22,13 @@ TILE_BYTES = 32768  # of the matrix, in one program
 def _row_kernel(
     x, residual, norm_weight, weight, bias, y, total, normed, eps, num_out,
     K: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
-    KEEP: tl.constexpr, BIASED: tl.constexpr,
+    KEEP: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     k = tl.arange(0, BLOCK_K)
     ok_o, ok_k = o < num_out, k < K
     tile = tl.load(weight + o.to(tl.int64)[:, None] * K + k[None, :], mask=ok_o[:, None] & ok_k[None, :], other=0.0)
+    take_turn(EARLY)  # the matrix may come before: nothing ahead writes it
     row = tl.load(x + k, mask=ok_k, other=0.0).to(tl.float32)
     if NORM:
         if ADD:
@@ -92,5 +95,5 @@ def _launch(x, residual, norm, weight_OK, bias, found: Normed) -> None:
         first, first if residual is None else residual, norm_weight, weight_OK, first if bias is None else bias,
         found.y_1O, found.residual_1K, first if found.h_1K is None else found.h_1K, eps, num_out, K=width,
         BLOCK_O=block_o, BLOCK_K=block_k, NORM=norm is not None, ADD=x is not None, KEEP=found.h_1K is not None,
-        BIASED=bias is not None, num_warps=4 if block_k <= 8192 else 8,
+        BIASED=bias is not None, num_warps=4 if block_k <= 8192 else 8, **early(weight_OK.device),
     )  # fmt: skip

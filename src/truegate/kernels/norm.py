@@ -9,9 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
+from truegate.kernels.launch import early, take_turn
+
 
 @triton.jit
-def _rms_norm_kernel(x, residual, weight, y, eps, x_row, D: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+def _rms_norm_kernel(
+    x, residual, weight, y, eps, x_row, D: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr
+):
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     ok = column < D
@@ -38,7 +43,7 @@ def rms_norm(
     block = triton.next_power_of_2(width)
     _rms_norm_kernel[(num_rows,)](
         x_TD, x_TD if residual_TD is None else residual_TD, weight_D, y_TD, eps, x_TD.stride(0), D=width, BLOCK=block,
-        ADD=residual_TD is not None, num_warps=min(8, max(1, block // 512)),
+        ADD=residual_TD is not None, **early(x_TD.device), num_warps=min(8, max(1, block // 512)),
     )  # fmt: skip
     return y_TD
 
@@ -57,8 +62,9 @@ def _rotated(even, odd, rotations, position, R: tl.constexpr, BLOCK_P: tl.conste
 def _rotate_store_kernel(
     qkv, weight, rotations, positions, slots, pool, eps, qkv_row, pool_slot,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    BLOCK_P: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     pair = tl.arange(0, BLOCK_P)
@@ -106,7 +112,7 @@ def rotate_and_store(
     _rotate_store_kernel[(qkv_TX.shape[0], triton.cdiv(num_heads + 2 * num_keys, block_h))](
         qkv_TX, weight, rotations_XR, step.positions_T, step.slots_T, pool_SW, eps, qkv_TX.stride(0), pool_SW.stride(0),
         H=num_heads, K=num_keys, E=size, R=rotations_XR.shape[1], NORM=norm is not None, BLOCK_H=block_h,
-        BLOCK_P=triton.next_power_of_2(size // 2), num_warps=4 if block_h > 4 else 2,
+        BLOCK_P=triton.next_power_of_2(size // 2), num_warps=4 if block_h > 4 else 2, **early(qkv_TX.device),
     )  # fmt: skip
 
 
@@ -114,8 +120,9 @@ def rotate_and_store(
 def _latent_store_kernel(
     latent, q_rope, weight, rotations, positions, slots, pool, eps, latent_row, q_row, q_head, pool_slot,
     H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    BLOCK_P: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + row)
     pair = tl.arange(0, BLOCK_P)
@@ -166,12 +173,13 @@ def store_latent(
         latent_TW, q_rope_THR, weight_C, rotations_XR, step.positions_T, step.slots_T, pool_SW, eps,
         latent_TW.stride(0), q_rope_THR.stride(0), q_rope_THR.stride(1), pool_SW.stride(0), H=num_heads,
         C=weight_C.shape[0], R=rotary, BLOCK_C=triton.next_power_of_2(weight_C.shape[0]), BLOCK_H=block_h,
-        BLOCK_P=triton.next_power_of_2(rotary // 2), num_warps=2,
+        BLOCK_P=triton.next_power_of_2(rotary // 2), num_warps=2, **early(latent_TW.device),
     )  # fmt: skip
 
 
 @triton.jit
-def _silu_mul_kernel(x, y, x_row, F: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul_kernel(x, y, x_row, F: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < F
@@ -186,6 +194,6 @@ def silu_mul(gate_up_TX: torch.Tensor) -> torch.Tensor:
     y_TF = torch.empty((num_rows, width), dtype=gate_up_TX.dtype, device=gate_up_TX.device)
     block = min(1024, triton.next_power_of_2(width))
     _silu_mul_kernel[(num_rows, triton.cdiv(width, block))](
-        gate_up_TX, y_TF, gate_up_TX.stride(0), F=width, BLOCK=block, num_warps=4
+        gate_up_TX, y_TF, gate_up_TX.stride(0), F=width, BLOCK=block, num_warps=4, **early(y_TF.device)
     )
     return y_TF
