@@ -1,12 +1,15 @@
 """Tokens per second on a CPU: ours, transformers, and vLLM's CPU build, on one model, in fp32, rounds interleaved.
 
     python benchmarks/cpu.py [--model DIR] [--threads 2] [--rounds 5] [--vllm-python /elsewhere/venv/bin/python]
+    python benchmarks/cpu.py --engines truegate transformers     # 5 minutes on 2 quiet cores
+    python benchmarks/cpu.py --cold            # from `truegate run` in a fresh process to its first token
     python benchmarks/cpu.py --overhead        # what the engine's host costs a step, on a model that does nothing
 
 Each engine is a process of its own that loads once and then waits; the parent lets one of them work at a time, round
 after round, and prints medians. The same token ids go to all of them: equal lengths (no padding for anybody), greedy,
-a fixed number of new tokens, end of sequence ignored. vLLM lives in an environment of its own, so this file imports
-only the standard library at the top.
+a fixed number of new tokens, end of sequence ignored. Speed is that of decoding: a run of N new tokens less a run of
+one, which is the prefill. vLLM lives in an environment of its own, so this file imports only the standard library at
+the top.
 """
 
 import argparse
@@ -18,8 +21,12 @@ import sys
 import time
 from pathlib import Path
 
-PROMPT_TOKENS, NEW_TOKENS = 64, 128
-CONCURRENT = (1, 16)
+PROMPT_TOKENS = 64
+NEW_TOKENS = {1: 128, 16: 64}  # by the number of concurrent sequences
+TRIAL_TOKENS = 12
+BARS = {1: 2.0, 16: 1.8}  # times transformers
+COLD_BAR = 6.0  # seconds
+COLD_PROMPT = "What is 37 + 85?"
 ENGINES = ("truegate", "transformers", "transformers-batching", "vllm-eager", "vllm-compiled")
 
 
@@ -28,7 +35,7 @@ def prompts(count: int, vocab_size: int) -> list[list[int]]:
     return [[3 + (7 * i + 31 * j * j + 3 * j) % (vocab_size - 3) for j in range(PROMPT_TOKENS)] for i in range(count)]
 
 
-# --- workers: each yields once when loaded, then a run(count) function
+# --- workers: each loads and returns run(tokens, num_new) -> number of new tokens, and a note
 
 
 def load_truegate(model: str, threads: int):
@@ -38,9 +45,9 @@ def load_truegate(model: str, threads: int):
 
     torch.set_num_threads(threads)
     llm = LLM(model, max_model_len=1024, threads=threads, prefix_cache=False)
-    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
-    def run(tokens: list[list[int]]) -> int:
+    def run(tokens: list[list[int]], num_new: int) -> int:
+        params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
         return sum(len(one.outputs[0].token_ids) for one in llm.generate(tokens, params, use_tqdm=False))
 
     return run, "fp32, one process"
@@ -58,43 +65,43 @@ def _transformers(model: str, threads: int):
 def load_transformers(model: str, threads: int):
     """generate() with whichever experts implementation is fastest at this concurrency, by trial."""
     torch, transformers, network = _transformers(model, threads)
-    config = transformers.GenerationConfig(
-        max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
     fastest: dict[int, str] = {}
 
-    def generate(tokens: list[list[int]]) -> int:
+    def generate(tokens: list[list[int]], num_new: int) -> int:
         ids = torch.tensor(tokens)
+        config = transformers.GenerationConfig(
+            max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
         with torch.inference_mode():
             return (
                 network.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config).numel()
                 - ids.numel()
             )
 
-    def run(tokens: list[list[int]]) -> int:
+    def run(tokens: list[list[int]], num_new: int) -> int:
         count = len(tokens)
         if count not in fastest:  # the warm-up round: untimed
             seconds = {}
             for name in ("eager", "batched_mm", "grouped_mm"):
                 network.set_experts_implementation(name)
-                generate(tokens)
+                generate(tokens, 2)
                 began = time.perf_counter()
-                generate(tokens)
+                generate(tokens, TRIAL_TOKENS)
                 seconds[name] = time.perf_counter() - began
             fastest[count] = min(seconds, key=seconds.get)
         network.set_experts_implementation(fastest[count])
-        return generate(tokens)
+        return generate(tokens, num_new)
 
     return run, fastest
 
 
 def load_batching(model: str, threads: int):
     _, transformers, network = _transformers(model, threads)
-    config = transformers.GenerationConfig(
-        max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=False
-    )
 
-    def run(tokens: list[list[int]]) -> int:
+    def run(tokens: list[list[int]], num_new: int) -> int:
+        config = transformers.GenerationConfig(
+            max_new_tokens=num_new, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=False
+        )
         outputs = network.generate_batch(inputs=tokens, generation_config=config)
         failed = [one.error for one in outputs.values() if one.error]
         if failed or len(outputs) != len(tokens):
@@ -114,9 +121,9 @@ def load_vllm(model: str, threads: int, *, eager: bool):
         model, dtype="float32", max_model_len=1024, max_num_seqs=16, enforce_eager=eager, skip_tokenizer_init=True,
         enable_prefix_caching=False,
     )  # fmt: skip
-    params = vllm.SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
 
-    def run(tokens: list[list[int]]) -> int:
+    def run(tokens: list[list[int]], num_new: int) -> int:
+        params = vllm.SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True, detokenize=False)
         asked = [{"prompt_token_ids": ids} for ids in tokens]
         return sum(len(one.outputs[0].token_ids) for one in llm.generate(asked, params, use_tqdm=False))
 
@@ -141,9 +148,9 @@ def work(engine: str, model: str, threads: int) -> None:
         run, note = LOADERS[engine](model, threads)
         print(json.dumps({"loaded": time.perf_counter() - began}), file=answers)
         for line in sys.stdin:
-            tokens = json.loads(line)
+            tokens, num_new = json.loads(line)
             began = time.perf_counter()
-            count = run(tokens)
+            count = run(tokens, num_new)
             print(json.dumps({"tokens": count, "seconds": time.perf_counter() - began, "note": note}), file=answers)
     except Exception as error:
         print(json.dumps({"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"}), file=answers)
@@ -169,19 +176,29 @@ class Worker:
         self.failed = answer.get("failed")
         return answer
 
-    def run(self, tokens: list[list[int]]) -> float:
-        """Generated tokens per second; 0 once the engine has failed."""
+    def seconds(self, tokens: list[list[int]], num_new: int) -> float:
+        """Of one run; 0 once the engine has failed."""
         if self.failed:
             return 0.0
-        print(json.dumps(tokens), file=self.process.stdin, flush=True)
+        print(json.dumps((tokens, num_new)), file=self.process.stdin, flush=True)
         answer = self._read()
         if self.failed:
             return 0.0
-        if answer["tokens"] != len(tokens) * NEW_TOKENS:
-            self.failed = f"{answer['tokens']} tokens, not {len(tokens)} x {NEW_TOKENS}"
+        if answer["tokens"] != len(tokens) * num_new:
+            self.failed = f"{answer['tokens']} tokens, not {len(tokens)} x {num_new}"
             return 0.0
         self.note = answer["note"]
-        return answer["tokens"] / answer["seconds"]
+        return answer["seconds"]
+
+    def round(self, tokens: list[list[int]]) -> tuple[float, float]:
+        """(tokens per second of decoding, seconds to the first tokens); zeros once the engine has failed."""
+        num_new = NEW_TOKENS[len(tokens)]
+        first = self.seconds(tokens, 1)
+        rest = self.seconds(tokens, num_new) - first
+        if rest <= 0:
+            self.failed = self.failed or f"{num_new} tokens took no longer than one"
+            return 0.0, 0.0
+        return len(tokens) * (num_new - 1) / rest, first
 
     def close(self) -> None:
         self.process.stdin.close()
@@ -199,47 +216,78 @@ def compare(options: argparse.Namespace) -> int:
         worker = Worker(name, options)
         print(f"{name}: " + (f"failed: {worker.failed}" if worker.failed else f"loaded in {worker.loaded:.1f} s"))
         workers.append(worker)
-    speeds: dict[tuple[str, int], list[float]] = {}
-    for count in CONCURRENT:
+    rounds: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for count in NEW_TOKENS:
         tokens = prompts(count, vocab_size)
         for worker in workers:
-            worker.run(tokens)  # warm-up
+            worker.seconds(tokens, TRIAL_TOKENS)  # warm-up
         for _ in range(options.rounds):
             for worker in workers:
-                speeds.setdefault((worker.engine, count), []).append(worker.run(tokens))
+                rounds.setdefault((worker.engine, count), []).append(worker.round(tokens))
     for worker in workers:
         worker.close()
-    _print(workers, speeds, options)
-    ours = {count: statistics.median(speeds["truegate", count]) for count in CONCURRENT}
-    theirs = {count: statistics.median(speeds.get(("transformers", count), [0.0])) for count in CONCURRENT}
-    bars = {1: 2.0, 16: 1.8}
-    right = all(ours[count] >= bars[count] * theirs[count] for count in CONCURRENT)
-    for count in CONCURRENT:
-        ratio = f"{ours[count] / theirs[count]:.2f}" if theirs[count] else "no figure"
-        print(f"ours / transformers at {count}: {ratio} (bar {bars[count]})")
+    _print(workers, rounds, options)
+    right = True
+    for count, bar in BARS.items():
+        ours, theirs = (
+            statistics.median(speed for speed, _ in rounds.get((engine, count), [(0.0, 0.0)]))
+            for engine in ("truegate", "transformers")
+        )
+        print(f"ours / transformers at {count}: {f'{ours / theirs:.2f}' if theirs else 'no figure'} (bar {bar})")
+        right = right and ours >= bar * theirs
     return 0 if right else 1
 
 
-def _print(workers: list[Worker], speeds: dict[tuple[str, int], list[float]], options: argparse.Namespace) -> None:
+def _print(
+    workers: list[Worker], rounds: dict[tuple[str, int], list[tuple[float, float]]], options: argparse.Namespace
+) -> None:
+    lengths = " and ".join(f"{new} new tokens at {count}" for count, new in NEW_TOKENS.items())
     print(
-        f"\n{options.model}: {PROMPT_TOKENS} prompt + {NEW_TOKENS} new tokens, fp32, {options.threads} threads, "
-        f"median of {options.rounds} interleaved rounds (lowest to highest), load average {os.getloadavg()[0]:.1f}"
+        f"\n{options.model}: {PROMPT_TOKENS} prompt tokens, {lengths}, fp32, {options.threads} threads, median of "
+        f"{options.rounds} interleaved rounds (lowest to highest), load average {os.getloadavg()[0]:.1f}"
     )
-    print("| engine | 1 sequence, tokens/s | ms/step | 16 sequences, tokens/s | ms/step | loaded in |")
-    print("|---|---|---|---|---|---|")
+    heads = "".join(f" {count} at once, tokens/s | ms a step | first token, ms |" for count in NEW_TOKENS)
+    print(f"| engine |{heads} loaded in |")
+    print("|---|" + "---|---|---|" * len(NEW_TOKENS) + "---|")
     for worker in workers:
         cells = [f"{worker.engine} {worker.note if isinstance(worker.note, str) else ''}".strip()]
-        for count in CONCURRENT:
-            values = sorted(speeds[worker.engine, count])
-            middle = statistics.median(values)
-            cells.append(f"{middle:.0f} ({values[0]:.0f} to {values[-1]:.0f})" if middle else "no figure")
+        for count in NEW_TOKENS:
+            speeds, firsts = zip(*rounds[worker.engine, count], strict=True)
+            middle = statistics.median(speeds)
+            cells.append(f"{middle:.0f} ({min(speeds):.0f} to {max(speeds):.0f})" if middle else "no figure")
             cells.append(f"{1000 * count / middle:.2f}" if middle else "")
+            cells.append(f"{1000 * statistics.median(firsts):.0f}" if middle else "")
         print("| " + " | ".join([*cells, f"{worker.loaded:.1f} s"]) + " |")
     for worker in workers:
         if worker.failed:
             print(f"{worker.engine} failed: {worker.failed}")
         elif isinstance(worker.note, dict):
             print(f"{worker.engine}: fastest experts by concurrency: {worker.note}")
+
+
+def cold(options: argparse.Namespace) -> int:
+    """Seconds from starting `truegate run` in a fresh process to the first character of its answer."""
+    command = [sys.executable, "-m", "truegate", "run", COLD_PROMPT, "--model", options.model]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
+    found = []
+    for _ in range(options.rounds):
+        began = time.perf_counter()
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, bufsize=0
+        ) as process:
+            started = process.stdout.read(1)
+            found.append(time.perf_counter() - began)
+            answer = started + process.stdout.read()
+        if process.returncode or not answer.strip():
+            print(f"truegate run failed with {process.returncode}")
+            return 1
+    middle = statistics.median(found)
+    print(
+        f"`truegate run {COLD_PROMPT!r}` from a fresh process to its first token: {middle:.1f} s, median of "
+        f"{options.rounds} ({min(found):.1f} to {max(found):.1f}; bar {COLD_BAR:g}), load average "
+        f"{os.getloadavg()[0]:.1f}"
+    )
+    return 0 if middle < COLD_BAR else 1
 
 
 def overhead() -> int:
@@ -306,6 +354,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--vllm-python", help="the Python of an environment that has vLLM's CPU build")
+    parser.add_argument("--cold", action="store_true", help="measure from a fresh process to its first token instead")
     parser.add_argument("--overhead", action="store_true", help="measure the engine's own host work instead")
     parser.add_argument("--verbose", action="store_true", help="show what the engines print")
     parser.add_argument("--worker", choices=ENGINES, help=argparse.SUPPRESS)
@@ -319,7 +368,7 @@ def main() -> int:
     if options.worker:
         work(options.worker, options.model, options.threads)
         return 0
-    return compare(options)
+    return cold(options) if options.cold else compare(options)
 
 
 if __name__ == "__main__":
