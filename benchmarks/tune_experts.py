@@ -17,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernels import SHAPES, Layer, Shape, batch, graph_us, layer_of, ours
+from kernels import SHAPES, Layer, Shape, batch, graph_us, layer_of, ours, route_plans
 from triton import OutOfResources
 
 from truegate.kernels import experts as kernels
 from truegate.kernels.experts import Sizes
+from truegate.kernels.route import Route
 from truegate.kernels.tuning import TABLE, Config, Product, shape_key, to_json
+from truegate.law.plan import Plan
 from truegate.law.spec import Activation
 
+ROUTER_ROWS = (64, 512, 4096, 16384)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 
 
@@ -34,8 +37,8 @@ def products(*tiles: tuple[int, int, int, int], **more: Any) -> list[Product]:
 
 # (first products, second products); for one row, the first of each stands beside the others while those are timed
 UNITS = (
-    products((4, 512, 0, 4), (8, 512, 0, 4), (2, 1024, 0, 4), (2, 512, 0, 4), (4, 1024, 0, 4)),
-    products((2, 256, 0, 2), (4, 256, 0, 4), (2, 512, 0, 4), (4, 512, 0, 4), (8, 512, 0, 4)),
+    products((2, 512, 0, 4), (4, 512, 0, 4), (4, 1024, 0, 4), (4, 512, 1, 4), (2, 512, 1, 4), (2, 1024, 1, 4)),
+    products((4, 256, 0, 4), (2, 256, 0, 2), (2, 512, 0, 4), (4, 512, 0, 4), (2, 2048, 0, 4), (4, 2048, 0, 8)),
 )
 TILES = {  # by tile height
     16: (
@@ -170,6 +173,19 @@ def tune(shape: Shape, layer: Layer, num_rows: int, failed: set) -> tuple[Config
     return best
 
 
+def tune_router(plan: Plan) -> dict[str, int]:
+    """Rows a program that is fastest at each row count, and clearly: one is simplest."""
+    bias = torch.randn(plan.spec.num_experts, device="cuda") if plan.spec.has_selection_bias else None
+    best = {}
+    for num_rows in ROUTER_ROWS:
+        inputs = [(torch.randn((num_rows, plan.spec.num_choices), device="cuda"),) for _ in range(32)]
+        times = {rows: graph_us(partial(Route(plan, rows_a_program=rows), bias_E=bias), inputs) for rows in (1, 2, 4)}
+        fastest = min(times, key=times.__getitem__)
+        best[str(num_rows)] = fastest if times[fastest] < 0.97 * times[1] else 1
+        print(f"router {plan.spec.family} T {num_rows}: {times}", flush=True)
+    return best
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", default=[s.name for s in SHAPES], choices=[s.name for s in SHAPES])
@@ -190,15 +206,17 @@ def main() -> None:
     if args.compile_only:
         return
     table = json.loads(args.out.read_text()) if args.out.exists() else {}
-    of_device = table.setdefault(torch.cuda.get_device_name(), {})
+    of_device = table.setdefault(torch.cuda.get_device_name(), {"router": {}, "experts": {}})
     with torch.inference_mode():
+        for plan in route_plans().values():
+            of_device["router"][str(plan.spec.num_choices)] = tune_router(plan)
         for shape in shapes:
             layer = layer_of(shape)
             key = shape_key(width=shape.slots, num_slots=shape.local, hidden=shape.hidden, expert_width=shape.width,
                             share=shape.share)  # fmt: skip
             for num_rows in args.rows:
                 config, us = tune(shape, layer, num_rows, failed)
-                of_device.setdefault(key, {})[str(num_rows)] = to_json(config)
+                of_device["experts"].setdefault(key, {})[str(num_rows)] = to_json(config)
                 print(f"{shape.name} T {num_rows}: {us:.1f} us, {config}", flush=True)
                 args.out.write_text(json.dumps(table, indent=1) + "\n")
             del layer

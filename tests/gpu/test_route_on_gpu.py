@@ -21,9 +21,9 @@ NOISE = 2e-6
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("invalid", [False, True], ids=["", "padded"])
 def test_route_is_its_twin_where_choices_tie_or_differ(name, invalid):
-    for num_rows in (1, 5, 64, 333, 1025):
+    for num_rows, rows in ((1, 1), (5, 1), (64, 2), (333, 1), (1025, 1)):
         inputs = cases.scene(PLANS[name], num_rows, device="cuda", coarse=True, invalid=invalid, seed=num_rows)
-        cases.check(PLANS[name], inputs, device="cuda")
+        cases.check(PLANS[name], inputs, device="cuda", rows=rows)
 
 
 def decided(plan, inputs) -> torch.Tensor:

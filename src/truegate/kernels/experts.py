@@ -25,17 +25,17 @@ try:
 except ImportError:  # before Triton 3.4
     TensorDescriptor = None
 
-CHUNK = 1024  # ids a program of `_permute` looks at together
+CHUNKS = ((128, 4), (1024, 4), (4096, 8), (16384, 16))  # ids a program of `_permute` looks at together, its warps
 PLAIN = Product(block_n=32, block_k=32, stages=2, warps=4)
 
 
 class Order(NamedTuple):
-    """Assignments in expert order. int32: order_N[start..end) are an expert's; tiles of BM rows; expert -1: no tile."""
+    """Assignments in expert order, int32: a tile is order_N[start..start + rows), all of one expert; -1: no tile."""
 
     order_N: torch.Tensor
-    end_P: torch.Tensor
     tile_expert_Q: torch.Tensor
     tile_start_Q: torch.Tensor
+    tile_rows_Q: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Sizes:
 
 
 @triton.jit(do_not_specialize=["N", "num_tiles"])
-def _permute(ids, order, end, tile_expert, tile_start, N, num_tiles, P: tl.constexpr, BM: tl.constexpr,
+def _permute(ids, order, tile_expert, tile_start, tile_rows, N, num_tiles, P: tl.constexpr, BM: tl.constexpr,
              CHUNK: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Program e: where expert e's assignments start (how many ids are lower), then their numbers in order."""
     take_turn(EARLY)
@@ -67,7 +67,6 @@ def _permute(ids, order, end, tile_expert, tile_start, N, num_tiles, P: tl.const
         equal += (found == e).to(tl.int32)
     start = tl.sum(lower, 0)
     count = tl.sum(equal, 0)
-    tl.store(end + e, start + count)
     if count > 0:
         done = start
         for first in range(0, N, CHUNK):
@@ -85,6 +84,7 @@ def _permute(ids, order, end, tile_expert, tile_start, N, num_tiles, P: tl.const
         real = (q - tile) * BM < count
         tl.store(tile_expert + q, tl.where(real, e, -1), mask=q < last)
         tl.store(tile_start + q, start + (q - tile) * BM, mask=q < last)
+        tl.store(tile_rows + q, tl.minimum(count - (q - tile) * BM, BM), mask=q < last)
 
 
 def num_tiles(num_assignments: int, num_slots: int, block_m: int) -> int:
@@ -98,12 +98,11 @@ def permute(ids_TJ: torch.Tensor, num_slots: int, block_m: int) -> Order:
     ids_TJ int32 contiguous, invalid where outside 0..num_slots-1. What no tile refers to is left unwritten.
     """
     num, tiles = ids_TJ.numel(), num_tiles(ids_TJ.numel(), num_slots, block_m)
-    buffer = torch.empty(num + num_slots + 2 * tiles, dtype=torch.int32, device=ids_TJ.device)
-    order = Order(*buffer.split([num, num_slots, tiles, tiles]))
-    chunk = next(size for size in (128, CHUNK, 4 * CHUNK) if num <= size or size > CHUNK)
+    buffer = torch.empty(num + 3 * tiles, dtype=torch.int32, device=ids_TJ.device)
+    order = Order(*buffer.split([num, tiles, tiles, tiles]))
+    chunk, warps = next(pair for pair in CHUNKS if num <= pair[0] or pair is CHUNKS[-1])
     _permute[(num_slots,)](
-        ids_TJ, order.order_N, order.end_P, order.tile_expert_Q, order.tile_start_Q, num, tiles, P=num_slots,
-        BM=block_m, CHUNK=chunk, **early(ids_TJ.device), num_warps=4 if chunk <= CHUNK else 8,
+        ids_TJ, *order, num, tiles, P=num_slots, BM=block_m, CHUNK=chunk, **early(ids_TJ.device), num_warps=warps
     )  # fmt: skip
     return order
 
@@ -159,7 +158,7 @@ def _columns(w, w_box, base, first, k, column, C: tl.constexpr, D: tl.constexpr,
 
 @triton.jit
 def _tile(
-    tile, block, a, a_box, w, w_box, bias, weights, out, ids, order, end, tile_expert, tile_start, N,
+    tile, block, a, a_box, w, w_box, bias, weights, out, ids, order, tile_expert, tile_start, tile_rows, N,
     J: tl.constexpr, P: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
     CLAMP: tl.constexpr, WEIGH: tl.constexpr, INLINE: tl.constexpr, NP: tl.constexpr, TMA_A: tl.constexpr,
@@ -176,7 +175,7 @@ def _tile(
         expert = tl.load(tile_expert + tile)
         start = tl.load(tile_start + tile)
         place = start + tl.arange(0, BM)
-        row_ok = (place < tl.load(end + expert, mask=expert >= 0, other=0)) & (expert >= 0)
+        row_ok = tl.arange(0, BM) < tl.load(tile_rows + tile)
         n = tl.load(order + place, mask=row_ok, other=0)
     if expert >= 0:
         # the first product reads x by row and writes h by place; the second reads h by place and writes by assignment
@@ -229,7 +228,7 @@ def _tile(
 
 @triton.jit
 def _tile_of_its_height(
-    i, a, a_box, w, w_box, bias, weights, out, ids, order, end, tile_expert, tile_start, N,
+    i, a, a_box, w, w_box, bias, weights, out, ids, order, tile_expert, tile_start, tile_rows, N,
     J: tl.constexpr, P: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
     CLAMP: tl.constexpr, WEIGH: tl.constexpr, INLINE: tl.constexpr, NP: tl.constexpr, TMA_A: tl.constexpr,
@@ -240,25 +239,23 @@ def _tile_of_its_height(
     tile = i // blocks
     block = i % blocks
     if HALVE:
-        expert = tl.load(tile_expert + tile)
-        left = tl.load(end + expert, mask=expert >= 0, other=0) - tl.load(tile_start + tile)
-        if left > BM // 2:
-            _tile(tile, block, a, a_box, w, w_box, bias, weights, out, ids, order, end, tile_expert, tile_start, N,
-                  J, P, C, D, BM, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, TMA_A, TMA_B,
+        if tl.load(tile_rows + tile) > BM // 2:
+            _tile(tile, block, a, a_box, w, w_box, bias, weights, out, ids, order, tile_expert, tile_start, tile_rows,
+                  N, J, P, C, D, BM, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, TMA_A, TMA_B,
                   PRECISION)  # fmt: skip
         else:
-            _tile(tile, block, a, a_box, w, w_box, bias, weights, out, ids, order, end, tile_expert, tile_start, N,
-                  J, P, C, D, BM // 2, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, False, TMA_B,
+            _tile(tile, block, a, a_box, w, w_box, bias, weights, out, ids, order, tile_expert, tile_start, tile_rows,
+                  N, J, P, C, D, BM // 2, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, False, TMA_B,
                   PRECISION)  # fmt: skip
     else:
-        _tile(tile, block, a, a_box, w, w_box, bias, weights, out, ids, order, end, tile_expert, tile_start, N,
+        _tile(tile, block, a, a_box, w, w_box, bias, weights, out, ids, order, tile_expert, tile_start, tile_rows, N,
               J, P, C, D, BM, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, TMA_A, TMA_B,
               PRECISION)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["N", "tiles"])
 def _grouped(
-    a, a_box, w, w_box, bias, weights, out, ids, order, end, tile_expert, tile_start, N, tiles,
+    a, a_box, w, w_box, bias, weights, out, ids, order, tile_expert, tile_start, tile_rows, N, tiles,
     J: tl.constexpr, P: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
     CLAMP: tl.constexpr, WEIGH: tl.constexpr, INLINE: tl.constexpr, NP: tl.constexpr, TMA_A: tl.constexpr,
@@ -269,13 +266,13 @@ def _grouped(
     if PERSISTENT:
         for i in range(tl.program_id(0), tiles * ((C + BN - 1) // BN), tl.num_programs(0)):
             _tile_of_its_height(
-                i, a, a_box, w, w_box, bias, weights, out, ids, order, end, tile_expert, tile_start, N, J, P, C, D, BM,
-                BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, TMA_A, TMA_B, PRECISION, HALVE,
+                i, a, a_box, w, w_box, bias, weights, out, ids, order, tile_expert, tile_start, tile_rows, N, J, P, C,
+                D, BM, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, TMA_A, TMA_B, PRECISION, HALVE,
             )  # fmt: skip
     else:
         _tile_of_its_height(
-            tl.program_id(0), a, a_box, w, w_box, bias, weights, out, ids, order, end, tile_expert, tile_start, N, J, P,
-            C, D, BM, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, TMA_A, TMA_B, PRECISION, HALVE,
+            tl.program_id(0), a, a_box, w, w_box, bias, weights, out, ids, order, tile_expert, tile_start, tile_rows, N,
+            J, P, C, D, BM, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, TMA_A, TMA_B, PRECISION, HALVE,
         )  # fmt: skip
 
 
@@ -398,6 +395,21 @@ def _units(
 
 
 @triton.jit
+def _live(ids, J: tl.constexpr, P: tl.constexpr):
+    """Which of a row's slots are valid, padded to a power of two."""
+    j = tl.arange(0, triton.next_power_of_2(J))
+    expert = tl.load(ids + j, mask=j < J, other=-1)
+    return (expert >= 0) & (expert < P)
+
+
+@triton.jit
+def _next(live, j):
+    """The valid slot after j; past them all, one that is none."""
+    slot = tl.arange(0, live.shape[0])
+    return tl.min(tl.where(live & (slot > j), slot, live.shape[0]), 0)
+
+
+@triton.jit
 def _gate_up_rows(
     x, w, bias, weights, ids, h, J: tl.constexpr, P: tl.constexpr, F: tl.constexpr, D: tl.constexpr, BF: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, ACT: tl.constexpr, CLAMP: tl.constexpr, WEIGH: tl.constexpr,
@@ -406,11 +418,12 @@ def _gate_up_rows(
     """h[n] on the ordinary cores: memory is what limits one row. SPARSE: one program looks at all slots of a row."""
     take_turn(EARLY)
     if SPARSE:
-        for j in range(J):
+        j = -1
+        live = _live(ids + tl.program_id(1) * J, J, P)
+        for _ in range(tl.sum(live.to(tl.int32), 0)):
+            j = _next(live, j)
             n = tl.program_id(1) * J + j
-            expert = tl.load(ids + n)
-            if (expert >= 0) & (expert < P):
-                _units(n, expert, x, w, bias, weights, h, J, F, D, BF, BK, STAGES, ACT, CLAMP, WEIGH)
+            _units(n, tl.load(ids + n), x, w, bias, weights, h, J, F, D, BF, BK, STAGES, ACT, CLAMP, WEIGH)
     else:
         n = tl.program_id(1)
         expert = tl.load(ids + n)
@@ -419,17 +432,28 @@ def _gate_up_rows(
 
 
 @triton.jit
-def _one_slot(acc, h, w, ids, weights, n, k, d, P: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
-              WEIGH: tl.constexpr):  # fmt: skip
-    """Add assignment n's h[k] times its expert's down rows d, weighed; nothing is read of an invalid slot."""
-    expert = tl.load(ids + n)
-    live = (expert >= 0) & (expert < P)
+def _down_tile(w, expert, live, k, d, F: tl.constexpr, D: tl.constexpr):
+    """An expert's down rows d at k; nothing is read where the slot is invalid."""
     ok = (d < D)[:, None] & (live & (k < F))[None, :]
-    h_DK = tl.load(h + n * F + tl.broadcast_to(k[None, :], ok.shape), mask=ok, other=0.0).to(tl.float32)
+    return tl.load(w + expert.to(tl.int64) * D * F + d[:, None] * F + k[None, :], mask=ok, other=0.0)
+
+
+@triton.jit
+def _add_slot(acc, tile, h, weights, n, live, k, F: tl.constexpr, WEIGH: tl.constexpr):
+    """Add assignment n's h[k] times its expert's rows, weighed."""
+    ok = tl.broadcast_to((live & (k < F))[None, :], tile.shape)
+    h_DK = tl.load(h + n * F + tl.broadcast_to(k[None, :], tile.shape), mask=ok, other=0.0).to(tl.float32)
     if WEIGH == "output":
         h_DK *= tl.load(weights + n, mask=live, other=0.0).to(tl.float32)
-    rows = w + expert.to(tl.int64) * D * F + d[:, None] * F + k[None, :]
-    return acc + tl.load(rows, mask=ok, other=0.0).to(tl.float32) * h_DK
+    return acc + tile.to(tl.float32) * h_DK
+
+
+@triton.jit
+def _one_slot(acc, h, w, ids, weights, n, k, d, P: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
+              WEIGH: tl.constexpr):  # fmt: skip
+    expert = tl.load(ids + n)
+    live = (expert >= 0) & (expert < P)
+    return _add_slot(acc, _down_tile(w, expert, live, k, d, F, D), h, weights, n, live, k, F, WEIGH)
 
 
 @triton.jit
@@ -438,24 +462,35 @@ def _down_rows(
     BK: tl.constexpr, STAGES: tl.constexpr, WEIGH: tl.constexpr, SPARSE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BD channels of one row's sum over its slots. SPARSE: slots that are invalid are passed over, not masked."""
-    take_turn(EARLY)
     t = tl.program_id(1)
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     kk = tl.arange(0, BK)
     blocks: tl.constexpr = (F + BK - 1) // BK
     acc = tl.zeros([BD, BK], tl.float32)
     if SPARSE:
-        for j in range(J):
-            expert = tl.load(ids + t * J + j)
-            if (expert >= 0) & (expert < P):
-                for i in tl.static_range(0, blocks):
-                    acc = _one_slot(acc, h, w, ids, weights, t * J + j, i * BK + kk, d, P, F, D, WEIGH)
-    elif STAGES == 0:
-        for i in tl.static_range(0, J * blocks):
-            acc = _one_slot(acc, h, w, ids, weights, t * J + i // blocks, i % blocks * BK + kk, d, P, F, D, WEIGH)
+        # ids and W are older than h: the kernel ahead waited for them before it let this one in
+        live = _live(ids + t * J, J, P)
+        num_live = tl.sum(live.to(tl.int32), 0)
+        j = _next(live, -1)
+        expert = tl.load(ids + t * J + j, mask=num_live > 0, other=0)
+        tile = _down_tile(w, expert, num_live > 0, kk, d, F, D)
+        take_turn(EARLY)
+        acc = _add_slot(acc, tile, h, weights, t * J + j, num_live > 0, kk, F, WEIGH)
+        if num_live > 0:
+            for i in tl.static_range(1, blocks):
+                acc = _one_slot(acc, h, w, ids, weights, t * J + j, i * BK + kk, d, P, F, D, WEIGH)
+        for _ in range(1, num_live):
+            j = _next(live, j)
+            for i in tl.static_range(blocks):
+                acc = _one_slot(acc, h, w, ids, weights, t * J + j, i * BK + kk, d, P, F, D, WEIGH)
     else:
-        for i in tl.range(0, J * blocks, num_stages=STAGES):
-            acc = _one_slot(acc, h, w, ids, weights, t * J + i // blocks, i % blocks * BK + kk, d, P, F, D, WEIGH)
+        take_turn(EARLY)
+        if STAGES == 0:
+            for i in tl.static_range(0, J * blocks):
+                acc = _one_slot(acc, h, w, ids, weights, t * J + i // blocks, i % blocks * BK + kk, d, P, F, D, WEIGH)
+        else:
+            for i in tl.range(0, J * blocks, num_stages=STAGES):
+                acc = _one_slot(acc, h, w, ids, weights, t * J + i // blocks, i % blocks * BK + kk, d, P, F, D, WEIGH)
     total = tl.sum(acc, 1)
     if bias is not None:
         for j in tl.static_range(0, J):

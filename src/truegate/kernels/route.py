@@ -14,7 +14,8 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from truegate.errors import Refused
-from truegate.kernels.launch import INTERPRETED, current, early, take_turn
+from truegate.kernels.launch import INTERPRETED, current, device_name, early, take_turn
+from truegate.kernels.tuning import router_rows
 from truegate.law.contract import Drop, Sentinel
 from truegate.law.order import Routed, Tables
 from truegate.law.plan import Plan
@@ -29,8 +30,8 @@ MOST = tl.constexpr(2**31 - 1)
 @triton.jit
 def _key(c):
     """int32 in the order of fp32 c; -0 is 0. NaN is the caller's."""
-    bits = tl.where(c == 0, 0.0, c).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    bits = (c + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -95,18 +96,16 @@ def _kept_groups(key, TOP2: tl.constexpr, KEPT: tl.constexpr, G: tl.constexpr, G
 
 
 @triton.jit
-def _route(
-    logits, bias, table, token_ids, gate, valid, home, replicas, count, ids_out, weights_out, logical_out, chosen_out,
-    identity_out, load_e, load_p, stride, width,
+def _route_row(
+    row, logits, bias, table, token_ids, gate, valid, home, replicas, count, ids_out, weights_out, logical_out,
+    chosen_out, identity_out, load_e, load_p, stride, width,
     E: tl.constexpr, NUM_EXPERTS: tl.constexpr, K: tl.constexpr, S: tl.constexpr, JP: tl.constexpr, G: tl.constexpr,
     M: tl.constexpr, GP: tl.constexpr, MP: tl.constexpr, SCORE: tl.constexpr, SELECT: tl.constexpr,
     GROUPED: tl.constexpr, TOP2: tl.constexpr, KEPT: tl.constexpr, FILL_KEY: tl.constexpr,
     DENOMINATOR: tl.constexpr, EPS: tl.constexpr, FACTOR: tl.constexpr, KERNEL: tl.constexpr, SHARED: tl.constexpr,
     NUM_SLOTS: tl.constexpr, PER_RANK: tl.constexpr, LAYOUT: tl.constexpr, PAD: tl.constexpr, DROP: tl.constexpr,
-    EDGE_SLOTS: tl.constexpr, PRECISE: tl.constexpr, EARLY: tl.constexpr,
+    EDGE_SLOTS: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    take_turn(EARLY)
-    row = tl.program_id(0)
     logits += row.to(tl.int64) * stride
     p = tl.arange(0, GP * MP)
     e = p // MP * M + p % MP
@@ -225,6 +224,28 @@ def _route(
     tl.store(weights_out + out, tl.where(ok, u, 0.0).to(weights_out.dtype.element_ty), mask=j < K + S)
 
 
+@triton.jit
+def _route(
+    logits, bias, table, token_ids, gate, valid, home, replicas, count, ids_out, weights_out, logical_out, chosen_out,
+    identity_out, load_e, load_p, stride, width,
+    E: tl.constexpr, NUM_EXPERTS: tl.constexpr, K: tl.constexpr, S: tl.constexpr, JP: tl.constexpr, G: tl.constexpr,
+    M: tl.constexpr, GP: tl.constexpr, MP: tl.constexpr, SCORE: tl.constexpr, SELECT: tl.constexpr,
+    GROUPED: tl.constexpr, TOP2: tl.constexpr, KEPT: tl.constexpr, FILL_KEY: tl.constexpr,
+    DENOMINATOR: tl.constexpr, EPS: tl.constexpr, FACTOR: tl.constexpr, KERNEL: tl.constexpr, SHARED: tl.constexpr,
+    NUM_SLOTS: tl.constexpr, PER_RANK: tl.constexpr, LAYOUT: tl.constexpr, PAD: tl.constexpr, DROP: tl.constexpr,
+    EDGE_SLOTS: tl.constexpr, PRECISE: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    take_turn(EARLY)
+    for r in tl.static_range(ROWS):
+        _route_row(
+            tl.program_id(0) * ROWS + r, logits, bias, table, token_ids, gate, valid, home, replicas, count, ids_out,
+            weights_out, logical_out, chosen_out, identity_out, load_e, load_p, stride, width, E, NUM_EXPERTS, K, S, JP,
+            G, M, GP, MP, SCORE, SELECT, GROUPED, TOP2, KEPT, FILL_KEY, DENOMINATOR, EPS, FACTOR, KERNEL, SHARED,
+            NUM_SLOTS, PER_RANK, LAYOUT, PAD, DROP, EDGE_SLOTS, PRECISE,
+        )  # fmt: skip
+
+
 def _power_of_two(n: int) -> int:
     return triton.next_power_of_2(n)
 
@@ -238,14 +259,14 @@ def _sortable(value: float) -> int:
 class Route:
     """A plan's router as one kernel: what the plan fixes is compiled in, so a layer kind compiles once."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, *, rows_a_program: int | None = None):
         spec, groups = plan.spec, plan.spec.groups
         if spec.num_choices > MAX_EXPERTS or (groups is not None and groups.count > MAX_GROUPS):
             raise Refused(
                 f"router triton handles up to {MAX_EXPERTS} experts in {MAX_GROUPS} groups, {spec.family} has "
                 f"{spec.num_choices} in {groups.count if groups else 1}; use --router torch"
             )
-        self.plan = plan
+        self.plan, self.rows_a_program = plan, rows_a_program  # None: as tuned
         count = groups.count if groups is not None else 1
         size = spec.num_choices // count
         pad = plan.send.pad
@@ -301,11 +322,14 @@ class Route:
             placed = tables or (None, None)
             fused_gate = shared_gate_T if self.plan.num_shared else None
             with current(device):
-                _route[(num_rows,)](
+                rows = self.rows_a_program or router_rows(
+                    device_name(device), num_experts=spec.num_choices, num_rows=num_rows
+                )
+                _route[(num_rows // rows,)](
                     logits_TE, bias_E, table_VK, token_ids_T, fused_gate, valid_T, home_T, *placed, ids_TJ, weights_TJ,
                     logical_TK, chosen_TK, identity_T, load_E, load_P, logits_TE.stride(0),
                     0 if tables is None else tables.replicas_EX.shape[1], **self.constants, **early(device),
-                    num_warps=1,
+                    ROWS=rows, num_warps=1,
                 )  # fmt: skip
         return Routed(
             ids_TJ=ids_TJ, weights_TJ=weights_TJ, valid_T=valid_T, identity_T=identity_T,

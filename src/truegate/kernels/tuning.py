@@ -89,7 +89,7 @@ def config_of(
     if element_size != 2:
         return fallback
     each, found = num_rows * width * share / num_slots, []
-    for key, tuned in _table().get(device, {}).items():
+    for key, tuned in _table().get(device, {}).get("experts", {}).items():
         slots, total, tuned_width, *sizes = (int(n) for n in re.findall(r"\d+", key))
         if sizes != [hidden, expert_width]:
             continue
@@ -100,6 +100,16 @@ def config_of(
                 away = abs(log(int(rows) * tuned_width / total / each))
                 found.append(((slots, total, tuned_width) != (num_slots, round(num_slots / share), width), away, entry))
     return from_json(min(found, key=lambda one: one[:2])[2]) if found else fallback
+
+
+def router_rows(device: str, *, num_experts: int, num_rows: int) -> int:
+    """Rows a program of the router kernel: as tuned for the nearest E and T on a log scale, where they divide T."""
+    tuned = _table().get(device, {}).get("router", {})
+    if not tuned:
+        return 1
+    table = tuned[min(tuned, key=lambda e: abs(log(int(e) / num_experts)))]
+    rows = table[min(table, key=lambda t: abs(log(int(t) / num_rows)))]
+    return rows if num_rows % rows == 0 else 1
 
 
 def from_json(entry: dict[str, Any]) -> Config:

@@ -130,13 +130,13 @@ def scene(plan: Plan, num_rows: int, *, device: str, seed: int = 0, coarse: bool
     return {"logits_TE": logits.to(device), "tables": None if placement.is_identity else tables, **on_device}
 
 
-def check(plan: Plan, inputs: dict, *, device: str, decided_T: torch.Tensor | None = None) -> None:
+def check(plan: Plan, inputs: dict, *, device: str, decided_T: torch.Tensor | None = None, rows: int = 1) -> None:
     """The kernel's Routed is the twin's: ids bitwise, weights to fp32 rounding, on rows that rounding cannot decide."""
     inputs = dict(inputs)
     logits_TE = inputs.pop("logits_TE")
     load_E = torch.zeros(plan.spec.num_experts, dtype=torch.int64, device=device)
     load_P = torch.zeros(plan.placement.num_slots, dtype=torch.int64, device=device)
-    got = Route(plan)(logits_TE, **inputs, load_E=load_E, load_P=load_P)
+    got = Route(plan, rows_a_program=rows)(logits_TE, **inputs, load_E=load_E, load_P=load_P)
     want = twin(plan, logits_TE, **inputs, count=True)
     at = slice(None) if decided_T is None else decided_T
     assert got.ids_TJ.dtype == want.ids_TJ.dtype

@@ -21,6 +21,11 @@ def test_route_is_its_twin(name, invalid):
     cases.check(plan, inputs, device="cpu")
 
 
+def test_programs_of_several_rows():
+    plan = PLANS["fused zero"]
+    cases.check(plan, cases.scene(plan, 6, device="cpu", coarse=True, invalid=True), device="cpu", rows=2)
+
+
 def test_no_rows_is_no_launch():
     plan = PLANS["v3 fused"]
     routed = Route(plan)(**cases.scene(plan, 0, device="cpu", coarse=True, invalid=False))

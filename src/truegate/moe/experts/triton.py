@@ -66,13 +66,11 @@ class TritonExperts:
         )  # fmt: skip
 
     def _config(self, num_rows: int, slots: int):
-        import torch
-
+        from truegate.kernels.launch import device_name
         from truegate.kernels.tuning import config_of
 
         down = self.weights.down_PDF
-        device = torch.cuda.get_device_name(down.device) if down.device.type == "cuda" else "interpreter"
         return config_of(
-            device, num_rows=num_rows, width=slots, num_slots=self.num_slots, hidden=down.shape[1],
+            device_name(down.device), num_rows=num_rows, width=slots, num_slots=self.num_slots, hidden=down.shape[1],
             expert_width=down.shape[2], share=self.share, element_size=down.element_size(),
         )  # fmt: skip
