@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from truegate.kernels.launch import early, take_turn
+from truegate.kernels.launch import cdiv, early, power_of_2, take_turn
 
 SPLIT_PROGRAMS = 256  # a decode launch aims at this many programs: two for each multiprocessor of an H200
-MAX_SPLITS = 32
+MAX_SPLITS = {False: 32, True: 64}  # of grouped-query and of latent attention
 
 
 @triton.jit
@@ -38,6 +38,14 @@ def _tile(base, rows, row_stride, ok, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     if SIZE != BLOCK:
         mask = mask & (column < SIZE)[None, :]
     return tl.load(base + rows[:, None] * row_stride + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _whole_tile(base, rows, row_stride, ok, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The same where every row is wanted."""
+    if SIZE != BLOCK:
+        return _tile(base, rows, row_stride, ok, SIZE, BLOCK)
+    return tl.load(base + rows[:, None] * row_stride + tl.arange(0, BLOCK)[None, :])
 
 
 @triton.jit
@@ -166,7 +174,22 @@ def _prefill_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     end = tl.minimum(context, context - num_rows + block + BLOCK_M)
-    for start in range(0, end, BLOCK_S):
+    seen_by_all = (context - num_rows + block + 1) // BLOCK_S * BLOCK_S  # up to here nothing needs a mask
+    for start in range(0, seen_by_all, BLOCK_S):
+        offs = start + tl.arange(0, BLOCK_S)
+        ok = offs >= 0
+        if PAGED:
+            slots = tl.load(table + keys_at * table_row + offs // PAGE).to(tl.int64) * PAGE + offs % PAGE
+        else:
+            slots = keys_at + offs
+        keys = _whole_tile(k1, slots, k1_slot, ok, E, BLOCK_E)
+        scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+        if R:
+            rest = _whole_tile(k2, slots, k2_slot, ok, R, BLOCK_R)
+            scores = tl.dot(q_rest, tl.trans(rest), scores, input_precision=PRECISION)
+        values = _whole_tile(v, slots, v_slot, ok, V, BLOCK_V)
+        top, total, acc = _online(scores * scale_log2, values, top, total, acc, PRECISION)
+    for start in range(seen_by_all, end, BLOCK_S):
         offs = start + tl.arange(0, BLOCK_S)
         ok = offs < end
         if PAGED:
@@ -207,9 +230,9 @@ def decode(
     group = num_heads // num_keys
     r_size = 0 if q2 is None else q2.shape[2]
     size = decodes.size
-    block_g = min(max(16, triton.next_power_of_2(group)), 64 if e_size <= 256 else 16)
-    head_blocks = num_keys * triton.cdiv(group, block_g)
-    splits = decodes.num_splits or num_splits(size * head_blocks)
+    block_g = min(max(16, power_of_2(group)), 64 if e_size <= 256 else 16)
+    head_blocks = num_keys * cdiv(group, block_g)
+    splits = decodes.num_splits or num_splits(size * head_blocks, wide=e_size > 256)
     block_s, num_stages, num_warps = _decode_tile(e_size, q1, size * head_blocks)
     y_DHV = q1.new_empty(size, num_heads, v_size)
     partial = lse = y_DHV
@@ -227,16 +250,16 @@ def decode(
     )  # fmt: skip
     if splits > 1:
         block_v = min(_power(v_size), 128)
-        _combine_kernel[(num_heads, triton.cdiv(v_size, block_v), size)](
+        _combine_kernel[(num_heads, cdiv(v_size, block_v), size)](
             partial, lse, y_DHV, decodes.contexts_D, decodes.min_split, H=num_heads, V=v_size, SPLITS=splits,
             BLOCK_S=block_s, BLOCK_V=block_v, num_warps=4 if splits > 8 else 1, **early(q1.device),
         )  # fmt: skip
     return y_DHV
 
 
-def num_splits(programs: int) -> int:
+def num_splits(programs: int, *, wide: bool) -> int:
     """Splits of every context, a power of two, that make a launch of `programs` unsplit ones fill the device."""
-    return min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(SPLIT_PROGRAMS, programs)))
+    return min(MAX_SPLITS[wide], power_of_2(cdiv(SPLIT_PROGRAMS, programs)))
 
 
 def prefill(
@@ -261,7 +284,7 @@ def prefill(
     narrow = q1.element_size() == 2
     long = narrow and chunks.longest > 64
     block_m = 128 if long else 64
-    _prefill_kernel[(triton.cdiv(chunks.longest, block_m), num_heads, chunks.size)](
+    _prefill_kernel[(cdiv(chunks.longest, block_m), num_heads, chunks.size)](
         q1, q2 if r_size else q1, k1, k2 if r_size else k1, v, y_THV, chunks.chunks_C4,
         chunks.chunks_C4 if table is None else table, scale * LOG2_E,
         *_strides(q1, q2 if r_size else q1, k1, k2 if r_size else k1, v), y_THV.stride(0), y_THV.stride(1),
@@ -277,7 +300,7 @@ LOG2_E = 1.4426950408889634
 
 
 def _power(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
+    return max(16, power_of_2(size))
 
 
 def _decode_tile(e_size: int, q: torch.Tensor, programs: int) -> tuple[int, int, int]:
@@ -285,7 +308,7 @@ def _decode_tile(e_size: int, q: torch.Tensor, programs: int) -> tuple[int, int,
     if q.element_size() == 4:
         return (32, 3, 4) if e_size <= 256 else (16, 2, 8)
     if e_size > 256:
-        return 32, 5, 8
+        return 32, 5, 4
     return (64, 5, 4) if programs < 32 or 64 < programs < 512 else (32, 5, 4)  # measured at 4, 32, 128 and 512
 
 

@@ -2,8 +2,8 @@
 
     logits[t, e] = sum_d x[t, d] W[e, d] + b[e]
 
-Invariant: a float32 weight is the sum of three bf16 ones (of other inputs' products: of its 32-bit format's), so sums
-differ from float32's by its own rounding; no atomics. Twin: kernels/ref/gate.py.
+Invariant: products are exact or float32's own, sums are float32; no atomics. With the matrix units a weight is the sum
+of three bf16 ones (for other inputs, of their 32-bit format). Twin: kernels/ref/gate.py.
 T rows, E outputs, D width.
 """
 
@@ -11,7 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from truegate.kernels.launch import early, take_turn
+from truegate.kernels.launch import cdiv, early, take_turn
+
+FEW = 256  # rows up to which sums run without the matrix units
 
 
 @triton.jit
@@ -49,15 +51,45 @@ def _gate_kernel(
     tl.store(y + t.to(tl.int64)[:, None] * E + e[None, :], acc, mask=ok_t[:, None] & ok_e[None, :])
 
 
+@triton.jit
+def _few_kernel(
+    x, weight, bias, y, T, x_row,
+    E: tl.constexpr, D: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """BLOCK rows by BLOCK outputs without the matrix units: for few rows their chain of products is too long."""
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok_t, ok_e = t < T, e < E
+    take_turn(EARLY)
+    acc = tl.zeros([BLOCK, BLOCK, BLOCK_D], tl.float32)
+    for start in tl.static_range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        rows = tl.load(x + t[:, None] * x_row + d[None, :], mask=ok_t[:, None] & (d < D)[None, :], other=0.0)
+        tile = tl.load(weight + e[:, None] * D + d[None, :], mask=ok_e[:, None] & (d < D)[None, :], other=0.0)
+        acc += rows.to(tl.float32)[:, None, :] * tile[None, :, :]
+    out = tl.sum(acc, 2)
+    if BIASED:
+        out += tl.load(bias + e, mask=ok_e, other=0.0)[None, :]
+    tl.store(y + t[:, None] * E + e[None, :], out, mask=ok_t[:, None] & ok_e[None, :])
+
+
 def gate(x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> torch.Tensor:
     """y_TE float32; x_TD any float dtype with unit last stride, weight_ED and bias_E float32."""
     num_rows, width = x_TD.shape
     num_out = weight_ED.shape[0]
     y_TE = torch.empty((num_rows, num_out), dtype=torch.float32, device=x_TD.device)
-    block = 16 if num_rows <= 512 else 64
-    _gate_kernel[(triton.cdiv(num_rows, block), triton.cdiv(num_out, block))](
-        x_TD, weight_ED, x_TD if bias_E is None else bias_E, y_TE, num_rows, x_TD.stride(0), E=num_out, D=width,
-        BIASED=bias_E is not None, BLOCK_T=block, BLOCK_E=block, BLOCK_D=128 if block == 16 else 64,
+    shared = x_TD, weight_ED, x_TD if bias_E is None else bias_E, y_TE, num_rows, x_TD.stride(0)
+    if num_rows <= FEW:
+        block, block_d = (4, 512) if num_rows <= 48 else (8, 128)
+        _few_kernel[(cdiv(num_rows, block), cdiv(num_out, block))](
+            *shared, E=num_out, D=width, BIASED=bias_E is not None, BLOCK=block, BLOCK_D=block_d, num_warps=4,
+            **early(x_TD.device),
+        )  # fmt: skip
+        return y_TE
+    block = 64
+    _gate_kernel[(cdiv(num_rows, block), cdiv(num_out, block))](
+        *shared, E=num_out, D=width, BIASED=bias_E is not None, BLOCK_T=block, BLOCK_E=block, BLOCK_D=64,
         SPLIT=x_TD.dtype == torch.bfloat16, PRECISION="ieee" if torch.version.hip else "tf32x3", num_warps=4,
         num_stages=3, **early(x_TD.device),
     )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from truegate.kernels.launch import early, take_turn
+from truegate.kernels.launch import cdiv, early, power_of_2, take_turn
 
 MAX_WIDTH = 16384  # the row is held in registers
 TILE_BYTES = 32768  # of the matrix, in one program
@@ -86,12 +86,12 @@ def norm_row(
 def _launch(x, residual, norm, weight_OK, bias, found: Normed) -> None:
     num_out, width = weight_OK.shape
     assert weight_OK.is_contiguous(), "rows of the matrix must be contiguous"
-    block_k = triton.next_power_of_2(width)
+    block_k = power_of_2(width)
     most = max(1, TILE_BYTES // (block_k * weight_OK.element_size()))
-    block_o = min(most, triton.next_power_of_2(max(1, num_out // 256 + 1)) // 2 or 1)  # enough programs come first
+    block_o = min(most, power_of_2(max(1, num_out // 256 + 1)) // 2 or 1)  # enough programs come first
     first = residual if x is None else x
     norm_weight, eps = (first, 0.0) if norm is None else norm
-    _row_kernel[(triton.cdiv(num_out, block_o),)](
+    _row_kernel[(cdiv(num_out, block_o),)](
         first, first if residual is None else residual, norm_weight, weight_OK, first if bias is None else bias,
         found.y_1O, found.residual_1K, first if found.h_1K is None else found.h_1K, eps, num_out, K=width,
         BLOCK_O=block_o, BLOCK_K=block_k, NORM=norm is not None, ADD=x is not None, KEEP=found.h_1K is not None,

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from truegate.kernels.launch import early, take_turn
+from truegate.kernels.launch import cdiv, early, power_of_2, take_turn
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def rms_norm(
     """
     num_rows, width = x_TD.shape
     y_TD = torch.empty((num_rows, width), dtype=x_TD.dtype, device=x_TD.device)
-    block = triton.next_power_of_2(width)
+    block = power_of_2(width)
     _rms_norm_kernel[(num_rows,)](
         x_TD, x_TD if residual_TD is None else residual_TD, weight_D, y_TD, eps, x_TD.stride(0), D=width, BLOCK=block,
         ADD=residual_TD is not None, **early(x_TD.device), num_warps=min(8, max(1, block // 512)),
@@ -67,29 +67,23 @@ def _rotate_store_kernel(
     take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    pair = tl.arange(0, BLOCK_P)
-    place = head[:, None] * E + 2 * pair[None, :]
-    ok = (head < H + 2 * K)[:, None] & (pair < E // 2)[None, :]
-    raw_even = tl.load(qkv + row * qkv_row + place, mask=ok, other=0.0)
-    raw_odd = tl.load(qkv + row * qkv_row + place + 1, mask=ok, other=0.0)
-    even, odd = raw_even.to(tl.float32), raw_odd.to(tl.float32)
-    is_value = (head >= H + K)[:, None]
+    column = tl.arange(0, 2 * BLOCK_P)
+    place = head[:, None] * E + column[None, :]
+    ok = (head < H + 2 * K)[:, None] & (column < E)[None, :]
+    source = qkv + row * qkv_row + place
+    raw = tl.load(source, mask=ok, other=0.0)
+    turned = raw.to(tl.float32)
     if NORM:
-        factor = tl.rsqrt(tl.sum(even * even + odd * odd, 1) / E + eps)[:, None]
+        factor = tl.rsqrt(tl.sum(turned * turned, 1) / E + eps)[:, None]
         weighted = ok & (head < H + K)[:, None]
-        even *= factor * tl.load(weight + place, mask=weighted, other=0.0).to(tl.float32)
-        odd *= factor * tl.load(weight + place + 1, mask=weighted, other=0.0).to(tl.float32)
-    position = tl.load(positions + row)
-    even, odd = _rotated(even, odd, rotations, position, R, BLOCK_P)
-    dtype = pool.dtype.element_ty
-    even = tl.where(is_value, raw_even, even.to(dtype))
-    odd = tl.where(is_value, raw_odd, odd.to(dtype))
-    is_query = (head < H)[:, None]
-    tl.store(qkv + row * qkv_row + place, even, mask=ok & is_query)
-    tl.store(qkv + row * qkv_row + place + 1, odd, mask=ok & is_query)
+        turned *= factor * tl.load(weight + place, mask=weighted, other=0.0).to(tl.float32)
+    even, odd = tl.split(tl.reshape(turned, [BLOCK_H, BLOCK_P, 2]))
+    even, odd = _rotated(even, odd, rotations, tl.load(positions + row), R, BLOCK_P)
+    turned = tl.reshape(tl.join(even, odd), [BLOCK_H, 2 * BLOCK_P])
+    out = tl.where((head >= H + K)[:, None], raw, turned.to(raw.dtype))
+    tl.store(source, out, mask=ok & (head < H)[:, None])
     stored = pool + tl.load(slots + row).to(tl.int64) * pool_slot + place - H * E
-    tl.store(stored, even, mask=ok & (head >= H)[:, None])
-    tl.store(stored + 1, odd, mask=ok & (head >= H)[:, None])
+    tl.store(stored, out, mask=ok & (head >= H)[:, None])
 
 
 def rotate_and_store(
@@ -108,11 +102,11 @@ def rotate_and_store(
     num_heads, num_keys = heads
     size = qkv_TX.shape[1] // (num_heads + 2 * num_keys)
     weight, eps = (qkv_TX, 0.0) if norm is None else norm
-    block_h = 4 if qkv_TX.shape[0] <= 64 else 16
-    _rotate_store_kernel[(qkv_TX.shape[0], triton.cdiv(num_heads + 2 * num_keys, block_h))](
+    block_h = 4  # 2 us at 32 rows; tiles of 16 heads took 10 at 128
+    _rotate_store_kernel[(qkv_TX.shape[0], cdiv(num_heads + 2 * num_keys, block_h))](
         qkv_TX, weight, rotations_XR, step.positions_T, step.slots_T, pool_SW, eps, qkv_TX.stride(0), pool_SW.stride(0),
         H=num_heads, K=num_keys, E=size, R=rotations_XR.shape[1], NORM=norm is not None, BLOCK_H=block_h,
-        BLOCK_P=triton.next_power_of_2(size // 2), num_warps=4 if block_h > 4 else 2, **early(qkv_TX.device),
+        BLOCK_P=power_of_2(size // 2), num_warps=2, **early(qkv_TX.device),
     )  # fmt: skip
 
 
@@ -168,12 +162,12 @@ def store_latent(
     """
     num_rows, num_heads, rotary = q_rope_THR.shape
     weight_C, eps = norm
-    block_h = min(16, triton.next_power_of_2(num_heads))
-    _latent_store_kernel[(num_rows, 1 + triton.cdiv(num_heads, block_h))](
+    block_h = min(16, power_of_2(num_heads))
+    _latent_store_kernel[(num_rows, 1 + cdiv(num_heads, block_h))](
         latent_TW, q_rope_THR, weight_C, rotations_XR, step.positions_T, step.slots_T, pool_SW, eps,
         latent_TW.stride(0), q_rope_THR.stride(0), q_rope_THR.stride(1), pool_SW.stride(0), H=num_heads,
-        C=weight_C.shape[0], R=rotary, BLOCK_C=triton.next_power_of_2(weight_C.shape[0]), BLOCK_H=block_h,
-        BLOCK_P=triton.next_power_of_2(rotary // 2), num_warps=2, **early(latent_TW.device),
+        C=weight_C.shape[0], R=rotary, BLOCK_C=power_of_2(weight_C.shape[0]), BLOCK_H=block_h,
+        BLOCK_P=power_of_2(rotary // 2), num_warps=2, **early(latent_TW.device),
     )  # fmt: skip
 
 
@@ -192,8 +186,8 @@ def silu_mul(gate_up_TX: torch.Tensor) -> torch.Tensor:
     """y_TF = silu(gate) * up of gate_up_TX, X = 2F: gate columns, then up columns."""
     num_rows, width = gate_up_TX.shape[0], gate_up_TX.shape[1] // 2
     y_TF = torch.empty((num_rows, width), dtype=gate_up_TX.dtype, device=gate_up_TX.device)
-    block = min(1024, triton.next_power_of_2(width))
-    _silu_mul_kernel[(num_rows, triton.cdiv(width, block))](
+    block = min(1024, power_of_2(width))
+    _silu_mul_kernel[(num_rows, cdiv(width, block))](
         gate_up_TX, y_TF, gate_up_TX.stride(0), F=width, BLOCK=block, num_warps=4, **early(y_TF.device)
     )
     return y_TF

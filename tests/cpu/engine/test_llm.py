@@ -115,3 +115,17 @@ def test_run_prints_the_answer_and_nothing_else_on_standard_output(llm):
     assert done.returncode == 0, done.stderr
     assert done.stdout == llm.chat(QUESTION, GREEDY)[0].outputs[0].text + "\n"
     assert "tokens/s" in done.stderr
+
+
+def test_the_offline_api_needs_no_server_packages():
+    """`LLM` runs where the packages of the server and of the command line are not installed."""
+    code = """
+    import sys
+    for name in ("fastapi", "starlette", "uvicorn", "typer", "rich", "httpx", "prometheus_client", "llguidance"):
+        sys.modules[name] = None  # importing it raises ImportError
+    from truegate import LLM, SamplingParams
+    with LLM(max_model_len=64, self_test=False) as llm:
+        print(len(llm.generate("1 + 1", SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))[0].outputs))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "1", done.stderr
