@@ -143,6 +143,7 @@ def work(engine: str, model: str, threads: int) -> None:
     """A worker's life: lines of JSON in on standard input, lines out on a private copy of standard output."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever libraries print goes to standard error
+    sys.path.remove(str(Path(__file__).parent))  # our kernels.py is not the package of that name
     try:
         began = time.perf_counter()
         run, note = LOADERS[engine](model, threads)
@@ -161,7 +162,7 @@ class Worker:
 
     def __init__(self, engine: str, options: argparse.Namespace) -> None:
         python = options.vllm_python if engine.startswith("vllm") else sys.executable
-        command = [python, __file__, "--worker", engine, "--model", options.model, "--threads", str(options.threads)]
+        command = [python, str(Path(__file__).resolve()), "--worker", engine, "--model", options.model, "--threads", str(options.threads)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
         errors = sys.stderr if options.verbose else subprocess.DEVNULL
         self.engine, self.note, self.failed = engine, "", None
