@@ -36,6 +36,7 @@ EFFORTS = {"quick": replace(QUICK, batches=(3, 7, 8, 17)), "default": Effort()}
 BEYOND = {
     **dict.fromkeys(_UNSEEN, "the canary's margins hide it on purpose"),
     "pad-live": "no rows are padded", "pad-aliases-last": "no rows are padded",
+    "weight-at-wrong-side": "no family that this engine runs weighs the experts' input",
     **dict.fromkeys(("replica-counted-twice", "stride-without-redundant"), "no expert has two replicas"),
     "pad-counted": "only the load counts are wrong", "report-physical": "only the routing report is wrong",
 }  # fmt: skip
@@ -44,7 +45,7 @@ FUSED = ("shared-slot-rotates", "shared-slot-is-routed", "shared-from-routed-sum
 ALSO = {
     "ids-off-by-one": {"experts-rotated"}, "rows-2-to-8": {"choices-lost", "top-k-less-one"},
     "last-row-lost": {"rows-lost", "routed-dropped"}, "rows-above-256": {"rows-lost", "choices-lost", "routed-dropped"},
-    "stale-routing": {"rows-shifted"}, "shared-slot-rotates": set(), "shared-slot-is-routed": set(),
+    "stale-routing": {"rows-shifted"},
 }  # fmt: skip
 
 

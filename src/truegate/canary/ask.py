@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from truegate.canary.api import Api, Completion, Refusal, Server, ServerLost
-from truegate.canary.definition import Kind
+from truegate.canary.definition import SMALL, Kind
 from truegate.canary.fingerprint import mismatch
 from truegate.canary.manifest import FINGERPRINTS, Manifest
 
@@ -143,7 +143,7 @@ class Asker:
     def _places(self) -> list[int]:
         """Plain probes spread over layers and experts."""
         plain = [p.index for p in self.manifest.probes if p.kind is Kind.PLAIN]
-        return [plain[i] for i in np.linspace(0, len(plain) - 1, min(_PLACES, len(plain))).astype(int)]
+        return _spread(plain, _PLACES)
 
     def _phase(self, name: str, phase: Callable[[str], str]) -> None:
         self.progress(name)
@@ -239,11 +239,13 @@ class Asker:
 
     @property
     def _alone(self) -> list[int]:
-        """The probes to be asked alone, spread over layers and kinds."""
+        """The probes to be asked alone, spread over layers; half of them with the small activations of `SMALL`."""
         alone = self.effort.alone if self.api.batched else None
         if alone is None or alone >= len(self.probes):
             return self.probes
-        return [self.probes[i] for i in np.linspace(0, len(self.probes) - 1, alone).astype(int)]
+        small = [p for p in self.probes if self.manifest.probes[p].kind in SMALL]
+        other = [p for p in self.probes if self.manifest.probes[p].kind not in SMALL]
+        return _spread(small, alone // 2) + _spread(other, alone - alone // 2)
 
     def _again(self, phase: str) -> str:
         """The first phase once more, after load."""
@@ -427,3 +429,8 @@ class Asker:
     def _late_questions(self, phase: str) -> str:
         time.sleep(self.effort.silence)
         return self._ask_questions(phase, self.rng.permutation(len(self.manifest.questions))[:10].tolist(), 1, 0)
+
+
+def _spread(items: Sequence[int], count: int) -> list[int]:
+    """`count` of the items, evenly spaced."""
+    return [items[i] for i in np.linspace(0, len(items) - 1, min(count, len(items))).astype(int)]

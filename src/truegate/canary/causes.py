@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from truegate.canary.cells import Cells
 from truegate.canary.columns import Match, factor, match_columns, wrong_columns
-from truegate.canary.definition import Kind, Layer, Matrix
+from truegate.canary.definition import SMALL, Layer, Matrix
 from truegate.canary.hypotheses import Candidate
 from truegate.canary.read import tolerance
 from truegate.canary.sentences import sentence
@@ -48,6 +48,8 @@ def find_cause(
         return cause
     if (cause := _fit(layer, cells, part, [t for t in tries if t.is_single])) is not None:
         return cause
+    if (cause := _by_slot(layer, cells, which)) is not None:
+        return cause
     few = match_columns(part, num_experts)
     if few is not None and len(few.columns) <= max(2, num_experts // 8):
         return _column_cause(cells, few)
@@ -80,6 +82,33 @@ def _fit(layer: Layer, cells: Cells, part: Cells, tries: Sequence[Candidate]) ->
 def _differs(cells: Cells, readings: Matrix) -> NDArray[np.bool_]:
     """[N]: where these readings and the definition are further apart than bf16 is exact."""
     return (np.abs(readings - cells.want) > tolerance(np.maximum(readings, cells.want))).any(axis=1)
+
+
+def _by_slot(layer: Layer, cells: Cells, which: NDArray[np.bool_]) -> Cause | None:
+    """Routed experts read a shared expert's coefficient too much, and that shared expert is missing."""
+    wrong, taken = np.flatnonzero(which & ~cells.right()), set()
+    fits = np.zeros(len(which), dtype=bool)
+    for n in wrong:
+        ids = _in_place_of_shared(layer, cells.low[n], cells.high[n], cells.want[n])
+        if ids is None:
+            return None
+        fits[n] = True
+        taken.add(ids)
+    if not taken:
+        return None
+    names = ("shared-slot-is-routed",) if len(taken) == 1 else ("shared-slot-rotates",)
+    return Cause(names, sentence(names, layer.spec), fits, np.ones(len(which), dtype=bool))
+
+
+def _in_place_of_shared(layer: Layer, low: Matrix, high: Matrix, want: Matrix) -> tuple[int, ...] | None:
+    """The experts that ran in the slots of missing shared ones, in one observation [W]; None: something else."""
+    split, off = layer.spec.num_experts, (low > want) | (want > high)
+    lost = [j for j in range(split, layer.width) if off[j]]
+    if not lost or any(low[j] > 0 for j in lost):
+        return None
+    extra, unit = np.flatnonzero(off[:split]), want[lost[0]]
+    times = [k for j in extra for k in range(1, len(lost) + 1) if low[j] <= want[j] + k * unit <= high[j]]
+    return tuple(extra.tolist()) if len(times) == len(extra) and sum(times) == len(lost) else None
 
 
 def _by_factor(layer: Layer, cells: Cells, part: Cells) -> Cause | None:
@@ -140,7 +169,7 @@ def _by_rows(layer: Layer, cells: Cells, which: NDArray[np.bool_]) -> Cause | No
 
 def _by_company(cells: Cells, which: NDArray[np.bool_]) -> Cause | None:
     """Small activations a little off in company, right when alone: their scale is not their own."""
-    small = np.array([s.kind in (Kind.DIM, Kind.EIGHTH, Kind.THIRD) for s in cells.sights])
+    small = np.array([s.kind in SMALL for s in cells.sights])
     alone = np.array([s.batch == 1 for s in cells.sights])
     part = cells.only(which)
     if (which & ~small).any() or (which & alone).any() or not (small & alone & cells.right()).any():

@@ -34,6 +34,7 @@ class Kind(StrEnum):
     FINGERPRINT = "fingerprint"  # read-outs written by the embedding: is this the right checkpoint?
 
 
+SMALL = (Kind.DIM, Kind.EIGHTH, Kind.THIRD)  # whose activations are smaller than those of a plain probe
 _AMPLITUDE = {Kind.EIGHTH: 1 / 8, Kind.THIRD: 171 / 512, Kind.LOUD_UP: 16.0}  # 171/512: a third, exact in bf16
 NEAR = 2.0**-9
 

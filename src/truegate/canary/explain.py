@@ -95,7 +95,7 @@ def _by_size(seen: Measured) -> dict[str, dict[int, tuple[int, int]]]:
 
 
 def _explain_layer(layer: Layer, cells: Cells, right: NDArray[np.bool_]) -> list[Finding]:
-    """Causes one after another: what explains the lone requests first, then what explains the rest."""
+    """Causes one after another: what explains the first phase, then what explains the rest."""
     findings: list[Finding] = []
     unexplained, tries = ~right, candidates(layer)
     if (change := find_change(cells, right)) is not None:
@@ -105,8 +105,9 @@ def _explain_layer(layer: Layer, cells: Cells, right: NDArray[np.bool_]) -> list
     base = _base(cells)
     if (unexplained & base).any():
         cause = find_cause(layer, cells, base, tries)
-        if cause is None:  # a fault that only some lone requests show: fit those
-            cause = find_cause(layer, cells, base & unexplained, tries)
+        if cause is None:  # a fault that only some requests show: fit those
+            together = any(s.batch > 1 for s, first in zip(cells.sights, base, strict=True) if first)
+            cause = find_cause(layer, cells, base & unexplained, tries, rows_too=together)
         if cause is not None:
             covered = unexplained & cause.explained
             findings.append(_finding(layer, cells, cause, covered))
@@ -127,7 +128,7 @@ def _explain_layer(layer: Layer, cells: Cells, right: NDArray[np.bool_]) -> list
 
 
 def _base(cells: Cells) -> NDArray[np.bool_]:
-    """The lone requests of the first phase."""
+    """What the first phase saw: every probe, alone or (with little time) in lists."""
     first = phases_in_order(cells.sights)[0]
     return np.array([s.phase == first for s in cells.sights])
 

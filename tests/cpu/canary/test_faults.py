@@ -162,6 +162,36 @@ def test_rows_that_change_places_are_named(canary: Canary) -> None:
     assert names_of(verdict) == {("rows-shifted",)}
 
 
+@pytest.mark.parametrize("name", ["shared-slot-is-routed", "shared-slot-rotates"])
+def test_a_routed_expert_in_a_shared_slot_is_named(canary: Canary, name: str) -> None:
+    toy = Toy(canary("deepseek_v3"))
+
+    def forward(sequences: list[list[int]]) -> Any:
+        rows = np.arange(len(sequences))
+        taken = np.where(rows % 17 == 0, -1, (rows - 1) % 17) if name == "shared-slot-rotates" else 0 * rows
+        experts = {}
+
+        def shared(layer: int, y: Any, w: Any) -> Any:
+            out = np.where((taken < 0)[:, None], y, 0)
+            for e in set(taken[taken >= 0].tolist()):
+                mine = taken == e
+                out[mine] += toy._one(layer, e, experts["x"][mine])
+            return out
+
+        def one(layer: int, which: Any, x: Any) -> Any:
+            if which == "shared":
+                experts["x"] = x
+            return plain(layer, which, x)
+
+        plain = Toy._one.__get__(toy)
+        toy._one = one  # type: ignore[method-assign]
+        toy.faults = Faults(shared=shared)
+        return toy.forward(sequences)
+
+    verdict = explain(toy.manifest, ask_in_process(toy.manifest, forward, BRIEF))[0]
+    assert names_of(verdict) == {(name,)}
+
+
 def test_what_fits_nothing_is_unnamed_and_shows_numbers(canary: Canary) -> None:
     rng = np.random.RandomState(0)
     noise = 1 + 0.5 * rng.rand(16)
