@@ -13,8 +13,10 @@ import torch
 
 from truegate.config import EngineConfig, ModelFacts, fit, free_host_bytes, resolve
 from truegate.engine.tokenizer import Tokenizer
-from truegate.errors import TruegateError, UserError
+from truegate.errors import Refused, TruegateError, UserError
 from truegate.hub import model_folder
+from truegate.law.families import specs_of
+from truegate.law.placement import place
 from truegate.law.plan import Choices
 from truegate.moe import backends
 
@@ -49,7 +51,7 @@ def load_parts(config: EngineConfig) -> Parts:
             experts=config.experts or default_experts(config.device),
             dispatch=config.dispatch or "local",
             router=config.router,
-            choices=Choices(fuse_shared=bool(config.fuse_shared), scale_at=config.scale_at or "weights"),
+            choices=Choices(fuse_shared=fuses_shared(config, folder), scale_at=config.scale_at or "weights"),
             before_fill=(lambda model: measured.append(measure(model))) if config.self_test else None,
             progress=progress,
             dummy=dummy,
@@ -74,6 +76,23 @@ def load_parts(config: EngineConfig) -> Parts:
 def default_experts(device: str) -> str:
     """The experts a device runs unless others are named."""
     return "torch" if device == "cpu" else "triton"
+
+
+def fuses_shared(config: EngineConfig, folder: Path) -> bool:
+    """Whether shared experts run as slots of routed ones: as asked; else on a GPU (fewer launches) where they can."""
+    if config.fuse_shared is not None or config.device == "cpu":
+        return bool(config.fuse_shared)
+    chosen = backends.choose(
+        experts=config.experts or default_experts(config.device), dispatch=config.dispatch or "local",
+        router=config.router)  # fmt: skip
+    shared = [spec for spec in specs_of(folder) if spec is not None and spec.shared is not None]
+    fused = Choices(fuse_shared=True, scale_at=config.scale_at or "weights")
+    try:
+        for spec in shared:
+            backends.compile_layer(spec, chosen, place(num_experts=spec.num_experts), fused)
+    except Refused:
+        return False
+    return bool(shared)
 
 
 def measure(model: Any) -> str | None:

@@ -1,5 +1,8 @@
 """Settings are resolved once, to a new object, and what cannot be is refused by name."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from truegate.config import EngineConfig, ModelFacts, fit, resolve
@@ -54,3 +57,22 @@ def test_the_cache_holds_one_whole_sequence_or_the_start_is_refused():
         fit(resolve(EngineConfig(max_model_len=1001), cuda=False), FACTS)
     fitted, num_pages = fit(resolve(EngineConfig(kv_cache_gib=0.0001), cuda=False), FACTS)
     assert fitted.max_model_len == (num_pages - 1) * fitted.page_size == 96  # 6 whole pages of 16 KiB in 107,374 bytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "width", "fused"),
+    [({}, 64, True), ({}, 48, False), ({"fuse_shared": False}, 64, False), ({"device": "cpu"}, 64, False),
+     ({"fuse_shared": True}, 48, True)],
+)  # fmt: skip
+def test_a_gpu_fuses_shared_experts_where_the_plan_allows_it(settings, width, fused, tmp_path):
+    """A shared expert of 64 is two slots of 32; one of 48 is no whole number of slots, and asking for it is refused."""
+    from truegate.engine.start import fuses_shared
+
+    model = {
+        "model_type": "qwen2_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": width,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False, "hidden_act": "silu",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    config = replace(EngineConfig(device="cuda"), **settings)
+    assert fuses_shared(config, tmp_path) is fused
