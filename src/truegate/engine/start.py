@@ -6,6 +6,7 @@ Invariant: a model whose self-test failed is never returned.
 import json
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ def load_parts(config: EngineConfig) -> Parts:
     from truegate.models.load import LoadOptions
 
     config = resolve(config, cuda=torch.cuda.is_available())
+    if config.device != "cpu" and find_spec("triton") is None:
+        raise UserError("device cuda needs triton, which torch's CUDA builds bring on Linux: install it, or use cpu")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     folder = model_folder(config.model)
