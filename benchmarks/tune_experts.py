@@ -23,7 +23,7 @@ from triton import OutOfResources
 from truegate.kernels import experts as kernels
 from truegate.kernels.experts import Sizes
 from truegate.kernels.route import Route
-from truegate.kernels.tuning import TABLE, Config, Product, shape_key, to_json
+from truegate.kernels.tuning import TABLE, Config, Product, as_text, shape_key, to_json
 from truegate.law.plan import Plan
 from truegate.law.spec import Activation
 
@@ -218,7 +218,7 @@ def main() -> None:
                 config, us = tune(shape, layer, num_rows, failed)
                 of_device["experts"].setdefault(key, {})[str(num_rows)] = to_json(config)
                 print(f"{shape.name} T {num_rows}: {us:.1f} us, {config}", flush=True)
-                args.out.write_text(json.dumps(table, indent=1) + "\n")
+                args.out.write_text(as_text(table))
             del layer
             torch.cuda.empty_cache()
 

