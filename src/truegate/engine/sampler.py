@@ -251,15 +251,13 @@ def draw_tokens(logits_RV: torch.Tensor, params: list[SamplingParams], uniform: 
 def kept_tokens(scaled_RV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
     """kept_RV: within the top_k; the fewest likeliest of those whose mass reaches top_p; and p >= min_p * max p.
 
-    scaled_RV are logits over temperature, the row's largest 0, so that p / max p = exp(scaled).
+    scaled_RV are logits over temperature, the row's largest 0, so that p / max p = exp(scaled). Each condition keeps
+    some first tokens of the descending order, equal ones by id: their number and the last one's value are enough.
     """
     size = scaled_RV.shape[1]
     top_k = [min(one.top_k, size) or size for one in params]
     width = max(top_k)
-    if width * 8 < size:
-        sorted_RW, order_RW = scaled_RV.topk(width, dim=1)
-    else:
-        sorted_RW, order_RW = scaled_RV.sort(dim=1, descending=True, stable=True)
+    sorted_RW = scaled_RV.topk(width, dim=1).values if width * 8 < size else _descending(scaled_RV)
     weight_RW = sorted_RW.exp()
     if min(top_k) < sorted_RW.shape[1]:
         rank_W = torch.arange(sorted_RW.shape[1], device=scaled_RV.device)
@@ -272,7 +270,17 @@ def kept_tokens(scaled_RV: torch.Tensor, params: list[SamplingParams]) -> torch.
         kept_RW &= mass_RW - weight_RW < _column(top_p, mass_RW) * mass_RW[:, -1:]
     if any(one.min_p for one in params):
         kept_RW &= weight_RW >= _column([one.min_p for one in params], weight_RW)
-    return torch.zeros_like(scaled_RV, dtype=torch.bool).scatter_(1, order_RW, kept_RW)
+    number_R1 = kept_RW.sum(1, keepdim=True)
+    last_R1 = sorted_RW.gather(1, (number_R1 - 1).clamp(min=0))
+    above_RV, equal_RV = scaled_RV > last_R1, scaled_RV == last_R1
+    return above_RV | (equal_RV & (equal_RV.cumsum(1) <= number_R1 - above_RV.sum(1, keepdim=True)))
+
+
+def _descending(x_RV: torch.Tensor) -> torch.Tensor:
+    """Each row's values sorted. On a CPU numpy sorts 16 rows of 1,024 in 0.1 ms, torch, with their ids, in 0.9."""
+    if x_RV.is_cuda:
+        return x_RV.sort(dim=1, descending=True).values
+    return torch.from_numpy(np.sort((-x_RV).numpy(), axis=1)).neg_()
 
 
 def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:

@@ -125,6 +125,15 @@ def test_kept_tokens_are_the_references_for_each_truncation_alone_and_together()
         assert kept.tolist() == [p > 0 for p in reference_probs(logits[0].double().tolist(), params)]
 
 
+@pytest.mark.parametrize("size", [8, 100])
+def test_equal_tokens_are_kept_by_lowest_id(size):
+    logits = torch.full((4, size), -9.0)
+    logits[:, 2:7] = 0
+    limits = [{"top_k": 2}, {"top_p": 0.5}, {"top_k": 3, "min_p": 1.0}, {"min_p": 1.0}]
+    kept = kept_tokens(logits, [SamplingParams(**one) for one in limits])
+    assert [row.nonzero()[:, 0].tolist() for row in kept] == [[2, 3], [2, 3, 4], [2, 3, 4], [2, 3, 4, 5, 6]]
+
+
 def test_a_seed_draws_the_same_token_alone_and_in_any_batch():
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(1, VOCAB, generator=generator)
