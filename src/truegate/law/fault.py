@@ -173,4 +173,15 @@ def round_bf16(x: Array, xp: ModuleType) -> Array:
     return x.to(xp.bfloat16).to(x.dtype)
 
 
+_TABLES: dict[tuple[int, str], tuple[Array, Array]] = {}
+
+
+def held_beside(ids_TJ: Array, table: Array, xp: ModuleType) -> Array:
+    """A placement's table on ids' device, copied once: a captured graph may not copy from the host."""
+    key = (id(table), xp.__name__, str(ids_TJ.device))
+    if key not in _TABLES:
+        _TABLES[key] = (table, xp.asarray(table, device=ids_TJ.device))  # the table is kept, so its id is its own
+    return _TABLES[key][1]
+
+
 HEALTHY = Fault(name="none", kind="", says="as defined")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 
 from truegate.errors import UserError
-from truegate.law.fault import Chosen, Fault, round_bf16
+from truegate.law.fault import Chosen, Fault, held_beside, round_bf16
 from truegate.law.order import Routed
 from truegate.law.plan import Plan
 from truegate.law.select import select
@@ -225,23 +225,12 @@ def _routed_in_place(plan: Plan, routed: Routed, xp: ModuleType) -> Routed:
     return replace(routed, ids_TJ=xp.where(_is_shared(plan, routed), 0, routed.ids_TJ))
 
 
-_TABLES: dict[tuple[int, str], tuple[Array, Array]] = {}
-
-
-def _moved(ids_TJ: Array, table: Array, xp: ModuleType) -> Array:
-    """A placement's table on ids' device, copied once: a captured graph may not copy from the host."""
-    key = (id(table), xp.__name__, str(ids_TJ.device))
-    if key not in _TABLES:
-        _TABLES[key] = (table, xp.asarray(table, device=ids_TJ.device))  # the table is kept, so its id is its own
-    return _TABLES[key][1]
-
-
 def _both_replicas(plan: Plan, routed: Routed, xp: ModuleType) -> Routed:
     """Every slot's logical expert is computed by its other replica as well."""
     ids_TJ, placement = routed.ids_TJ, plan.placement
     ok_TJ = (ids_TJ >= 0) & (ids_TJ < placement.slots_per_rank)
-    logical_TJ = _moved(ids_TJ, placement.logical_P, xp)[xp.where(ok_TJ, ids_TJ, 0)]
-    replicas_TJX = _moved(ids_TJ, placement.replicas_EX, xp)[logical_TJ]
+    logical_TJ = held_beside(ids_TJ, placement.logical_P, xp)[xp.where(ok_TJ, ids_TJ, 0)]
+    replicas_TJX = held_beside(ids_TJ, placement.replicas_EX, xp)[logical_TJ]
     other_TJ = xp.where(replicas_TJX[..., 0] == ids_TJ, replicas_TJX[..., 1], replicas_TJX[..., 0])
     twice_TJ = ok_TJ & (other_TJ != ids_TJ)
     weights_TJ = xp.where(twice_TJ, routed.weights_TJ, 0.0)
