@@ -173,7 +173,7 @@ def round_bf16(x: Array, xp: ModuleType) -> Array:
     return x.to(xp.bfloat16).to(x.dtype)
 
 
-_TABLES: dict[tuple[int, str], tuple[Array, Array]] = {}
+_TABLES: dict[tuple[int, str, str], tuple[Array, Array]] = {}
 
 
 def held_beside(ids_TJ: Array, table: Array, xp: ModuleType) -> Array:
