@@ -143,7 +143,6 @@ def work(engine: str, model: str, threads: int) -> None:
     """A worker's life: lines of JSON in on standard input, lines out on a private copy of standard output."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever libraries print goes to standard error
-    sys.path.remove(str(Path(__file__).parent))  # our kernels.py is not the package of that name
     try:
         began = time.perf_counter()
         run, note = LOADERS[engine](model, threads)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernels import SHAPES, Layer, Shape, batch, graph_us, layer_of, ours, route_plans
+from gpu_kernels import SHAPES, Layer, Shape, batch, graph_us, layer_of, ours, route_plans
 from triton import OutOfResources
 
 from truegate.kernels import experts as kernels

@@ -1,6 +1,6 @@
 """Router and expert kernels against torch and against the floor, on the GPU that is here.
 
-    python benchmarks/kernels.py [--shapes qwen3 v2_lite v3_slice] [--rows 1 8 32 ...] [--json FILE]
+    python benchmarks/gpu_kernels.py [--shapes qwen3 v2_lite v3_slice] [--rows 1 8 32 ...] [--json FILE]
 
 Every figure is the median of CUDA graph replays over rotated inputs (weights and logits are not in the cache), random
 data, bf16. floor = max(bytes of the experts hit / measured copy bandwidth, operations / measured matmul rate). T rows.
