@@ -63,11 +63,12 @@ def _few_kernel(
     ok_t, ok_e = t < T, e < E
     take_turn(EARLY)
     acc = tl.zeros([BLOCK, BLOCK, BLOCK_D], tl.float32)
-    for start in tl.static_range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
-        rows = tl.load(x + t[:, None] * x_row + d[None, :], mask=ok_t[:, None] & (d < D)[None, :], other=0.0)
-        tile = tl.load(weight + e[:, None] * D + d[None, :], mask=ok_e[:, None] & (d < D)[None, :], other=0.0)
-        acc += rows.to(tl.float32)[:, None, :] * tile[None, :, :]
+    for start in range(0, D, 4 * BLOCK_D):
+        for part in tl.static_range(4):  # four tiles on their way at once
+            d = start + part * BLOCK_D + tl.arange(0, BLOCK_D)
+            rows = tl.load(x + t[:, None] * x_row + d[None, :], mask=ok_t[:, None] & (d < D)[None, :], other=0.0)
+            tile = tl.load(weight + e[:, None] * D + d[None, :], mask=ok_e[:, None] & (d < D)[None, :], other=0.0)
+            acc += rows.to(tl.float32)[:, None, :] * tile[None, :, :]
     out = tl.sum(acc, 2)
     if BIASED:
         out += tl.load(bias + e, mask=ok_e, other=0.0)[None, :]

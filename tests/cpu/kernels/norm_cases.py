@@ -93,7 +93,7 @@ def check_silu_mul(num_rows: int, width: int, *, dtype, device) -> None:
 
 
 def check_gate(num_rows: int, num_out: int, width: int, *, biased: bool, dtype, device) -> None:
-    from truegate.kernels.gate import gate
+    from truegate.kernels.gate import FEW, gate
     from truegate.kernels.ref.gate import gate as twin
 
     tensors = Tensors(num_rows, dtype=dtype, device=device)
@@ -102,7 +102,8 @@ def check_gate(num_rows: int, num_out: int, width: int, *, biased: bool, dtype, 
     exact = twin(x_TD, weight_ED, bias_E)
     y_TE = gate(x_TD, weight_ED, bias_E)
     assert y_TE.dtype == torch.float32
-    assert float((y_TE - exact).abs().max() / exact.abs().max()) < 2e-6
+    # the matrix units round their sums towards zero
+    assert float((y_TE - exact).abs().max() / exact.abs().max()) < (2e-6 if num_rows <= FEW else 1e-5)
 
 
 def check_row(num_out: int, width: int, *, biased: bool, add: bool, dtype, device, weight_dtype=None) -> None:
