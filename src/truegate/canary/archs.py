@@ -34,6 +34,8 @@ _GQA = ("head_dim", "num_key_value_heads", "rope_theta", "rope_parameters", "par
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_theta")
 _MLA_DEFAULT = {"q_lora_rank": 256, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
                 "v_head_dim": 128}  # fmt: skip  # 512 + 64 is the only latent size that the MLA kernels of engines take
+_YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+         "original_max_position_embeddings": 4096}  # fmt: skip
 
 ARCHS: dict[str, Arch] = {
     "deepseek_v3": Arch(
@@ -144,7 +146,9 @@ def canary_config(like: Mapping[str, Any], sizes: Sizes, vocab_size: int) -> dic
     }  # fmt: skip
     config |= a.extra | _explicit(like, a)
     config |= {k: real[k] for k in (*_ROUTING_KEYS, *a.keep) if k in real and real[k] is not None}
-    if "rope_parameters" in config or a.model_type == "gpt_oss":
+    if a.model_type == "gpt_oss":  # engines read yarn's keys without looking whether they are there
+        config |= {"rope_parameters": _YARN | {"rope_theta": _theta(real)}, "max_position_embeddings": 131072}
+    elif "rope_parameters" in config:
         config["rope_parameters"] = {"rope_type": "default", "rope_theta": _theta(real), **_partial(config)}
     _fit(config, a, layers, width, heads)
     if sizes.num_experts:

@@ -199,16 +199,31 @@ def _block(columns: NDArray[np.int64], num_experts: int) -> tuple[int, int] | No
 
 
 def _other_rows(layer: Layer, cells: Cells, which: NDArray[np.bool_]) -> Cause | None:
-    """Rows that hold what another probe of any layer should read, or nothing."""
-    known = np.concatenate([cells.known, np.zeros((1, layer.width))])
-    hits, silent = 0, 0
-    for n in np.flatnonzero(which):
-        fits = ((cells.low[n] <= known) & (known <= cells.high[n])).all(axis=1)
-        hits += bool(fits[:-1].any())
-        silent += bool(fits[-1])
-    if not hits or hits + silent < 0.75 * which.sum():
-        return None
-    return Cause(("rows-shifted",), "rows hold the answer of other rows", which.copy(), np.ones(len(which), dtype=bool))
+    """Rows that hold what another probe of any layer should read, or nothing; all of it, or its routed experts."""
+    everywhere, split = np.ones(len(which), dtype=bool), layer.spec.num_experts
+    for columns in (slice(None), slice(0, split)):
+        known = np.concatenate([cells.known, np.zeros((1, layer.width))])[:, columns]
+        hits, silent = 0, 0
+        for n in np.flatnonzero(which):
+            fits = ((cells.low[n, columns] <= known) & (known <= cells.high[n, columns])).all(axis=1)
+            hits += bool(fits[:-1].any())
+            silent += bool(fits[-1])
+        if hits and hits + silent >= 0.75 * which.sum():
+            what = "" if columns == slice(None) else "routed part of the "
+            return Cause(("rows-shifted",), f"rows hold the {what}answer of other rows", which.copy(), everywhere)
+    if all(_own_weights(cells.low[n, :split], cells.high[n, :split], cells.want[n, :split])
+           for n in np.flatnonzero(which)):  # fmt: skip
+        return Cause(("stale-routing",), "rows carry their own weights at the experts of other rows: their ids are "
+                     "what an earlier batch left behind", which.copy(), everywhere)  # fmt: skip
+    return None
+
+
+def _own_weights(low: Matrix, high: Matrix, want: Matrix) -> bool:
+    """Whether the coefficients read are the right ones, at other experts."""
+    read = np.flatnonzero(low > 0)
+    by_size = read[np.argsort(-low[read])]
+    right = -np.sort(-want[want > 1e-6])
+    return len(read) == len(right) and bool(((low[by_size] <= right) & (right <= high[by_size])).all())
 
 
 def _worst(part: Cells) -> float:

@@ -17,6 +17,7 @@ from truegate.canary.cells import Cells, Measured, measure, phases_in_order
 from truegate.canary.definition import Kind, Layer
 from truegate.canary.hypotheses import candidates
 from truegate.canary.manifest import Manifest
+from truegate.canary.read import REL_TOLERANCE
 from truegate.canary.scope import describe_scope
 
 EVERYWHERE = "in every phase: all answers fit it"
@@ -185,7 +186,7 @@ def _shape(f: Finding) -> tuple[str, ...]:
 
 def _other_findings(manifest: Manifest, evidence: Evidence, seen: Measured, verdict: Verdict) -> None:
     """Dense layers, expert biases, unreadable answers, the router's precision, and what was not reached."""
-    off = [(layer, phase, value) for layer, phase, value in seen.dense if abs(value - 1) > 0.02]
+    off = [(layer, phase, value) for layer, phase, value in seen.dense if abs(value - 1) > REL_TOLERANCE]
     if off:
         layers = tuple(sorted({layer for layer, _, _ in off}))
         verdict.findings.append(Finding(

@@ -7,7 +7,7 @@ import numpy as np
 
 from truegate.canary.api import Api, Completion, Refusal, Server
 from truegate.canary.manifest import FINGERPRINTS, Manifest
-from truegate.canary.read import read
+from truegate.canary.read import REL_TOLERANCE, read
 
 
 def readable(manifest: Manifest, answer: Completion, index: int = 0) -> bool:
@@ -40,7 +40,7 @@ def mismatch(manifest: Manifest, api: Api, index: int, answer: Completion) -> st
     want = manifest.expected[index]
     if reading.values is None or reading.slack is None:
         return None
-    if (np.abs(reading.values - want) <= 0.02 * np.abs(want) + 2e-3 + reading.slack).all():
+    if (np.abs(reading.values - want) <= REL_TOLERANCE * np.abs(want) + 2e-3 + reading.slack).all():
         return None
     return ("the server serves another checkpoint than this manifest describes: its fingerprint differs. "
             "Start it on this canary folder, or give the folder it was started on")  # fmt: skip

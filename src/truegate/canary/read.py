@@ -22,7 +22,9 @@ from truegate.canary.manifest import Manifest, Question
 
 _NEXT_LOGIT = 30.0
 _REFERENCE_LOGIT = 0.25
-REL_TOLERANCE = 0.02  # bf16 reads within 0.8 %; every planted routing fault moves a coefficient by 4 % or more
+REL_TOLERANCE = (
+    0.03  # bf16 reads within 0.8 % as a rule, 2.4 % where an engine truncates; planted faults move 4 % and more
+)
 ABS_TOLERANCE = 5e-4
 
 

@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import numpy as np
 from numpy.typing import NDArray
 
+from truegate.canary.read import REL_TOLERANCE
 from truegate.errors import EXIT_FAULT, EXIT_INVALID, EXIT_OK, EXIT_UNDECIDED, UserError
 
 _WORDS = {EXIT_OK: "right", EXIT_FAULT: "fault", EXIT_UNDECIDED: "not judged", EXIT_INVALID: "invalid run"}
@@ -149,7 +150,7 @@ def _maps(layer: str, matrix: Mapping[str, Any]) -> dict[str, Any]:
     top = float(max(np.nanmax(want), 1e-9))
     known = np.isfinite(got)
     difference = np.where(known, got - want, 0.0)
-    bad = known & (np.abs(difference) > 0.02 * np.abs(want) + 2e-3 * top)
+    bad = known & (np.abs(difference) > REL_TOLERANCE * np.abs(want) + 2e-3 * top)
     return {
         "layer": layer, "phase": matrix["phase"],
         "probes": len(want), "columns": want.shape[1], "top": top, "wrong": int(bad.sum()),

@@ -18,6 +18,7 @@ from truegate.canary.client import Client, find_api
 from truegate.canary.explain import Finding, Verdict, explain
 from truegate.canary.fingerprint import fingerprint_problem, readable
 from truegate.canary.manifest import Manifest
+from truegate.canary.read import REL_TOLERANCE
 from truegate.errors import EXIT_FAULT, EXIT_INVALID, EXIT_OK, EXIT_UNDECIDED, UserError
 
 FORMAT = 1
@@ -136,8 +137,8 @@ def coverage(manifest: Manifest, evidence: Evidence) -> list[str]:
         f"covered: {manifest.data['family']} routing ({layer.spec.kind}, top-{layer.spec.top_k}), {shape}, "
         f"{config['dtype']}, {len(manifest.layers)} MoE layers; the flags this server runs with; asked through "
         f"{evidence.api.describe()}",
-        "covered: which experts each probe reaches, their coefficients to 2 %, shared experts, the map from expert to "
-        "weights, the sum over experts and ranks, in the phases listed",
+        f"covered: which experts each probe reaches, their coefficients to {REL_TOLERANCE:.0%}, shared experts, the "
+        "map from expert to weights, the sum over experts and ranks, in the phases listed",
         "not covered: other shapes, formats or flags; numerical accuracy of dense weights; attention; the tokenizer; "
         "sampling; the real model's checkpoint",
         *([] if evidence.api.top >= 20 or not evidence.api.top else
