@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from truegate.errors import Refused
 from truegate.kernels.launch import INTERPRETED, current, device_name, early, take_turn
 from truegate.kernels.tuning import router_rows
 from truegate.law.contract import Drop, Sentinel
@@ -21,7 +20,6 @@ from truegate.law.order import Routed, Tables
 from truegate.law.plan import Plan
 from truegate.law.spec import GroupScore, SelectOn, SharedGate
 
-MAX_EXPERTS, MAX_GROUPS = 1024, 32
 LEAST = tl.constexpr(-(2**31))  # taken, or no expert at all
 LAST = tl.constexpr(-(2**31) + 1)  # NaN: after -inf
 MOST = tl.constexpr(2**31 - 1)
@@ -257,15 +255,13 @@ def _sortable(value: float) -> int:
 
 
 class Route:
-    """A plan's router as one kernel: what the plan fixes is compiled in, so a layer kind compiles once."""
+    """A plan's router as one kernel: what the plan fixes is compiled in, so a layer kind compiles once.
+
+    A row must fit a warp's registers: the contract of moe/routers/triton.py says up to how many experts.
+    """
 
     def __init__(self, plan: Plan, *, rows_a_program: int | None = None):
         spec, groups = plan.spec, plan.spec.groups
-        if spec.num_choices > MAX_EXPERTS or (groups is not None and groups.count > MAX_GROUPS):
-            raise Refused(
-                f"router triton handles up to {MAX_EXPERTS} experts in {MAX_GROUPS} groups, {spec.family} has "
-                f"{spec.num_choices} in {groups.count if groups else 1}; use --router torch"
-            )
         self.plan, self.rows_a_program = plan, rows_a_program  # None: as tuned
         count = groups.count if groups is not None else 1
         size = spec.num_choices // count

@@ -70,6 +70,8 @@ class Router:
     kinds: frozenset[str] | None = None  # `RoutingSpec.kind`s it computes; None: all
     folds: frozenset[str] = frozenset()  # kinds whose weights it has already multiplied by the routed scale
     goes_with: str | None = None  # the experts whose default router this is
+    max_experts: int | None = None  # identity experts included
+    max_groups: int | None = None
     max_top_k: int | None = None
     why_not: str | None = None  # why it cannot run here
 

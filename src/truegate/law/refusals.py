@@ -125,6 +125,12 @@ def _router_refusals(spec: RoutingSpec, router: Router, experts: Experts) -> lis
         )
     if router.kinds is not None and spec.kind not in router.kinds:
         found.append(f"router {router.name} does not compute {spec.kind} ({spec.family}); use --router torch")
+    groups = 1 if spec.groups is None else spec.groups.count
+    for what, size, limit in (("experts", spec.num_choices, router.max_experts), ("groups", groups, router.max_groups)):
+        if limit is not None and size > limit:
+            found.append(
+                f"router {router.name} handles up to {limit} {what}, {spec.family} has {size}; use --router torch"
+            )
     return found
 
 

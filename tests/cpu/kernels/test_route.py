@@ -7,7 +7,6 @@ pytest.importorskip("triton", reason="kernels run interpreted where triton is in
 
 import route_cases as cases
 
-from truegate.errors import Refused
 from truegate.kernels.route import Route
 
 PLANS = cases.plans()
@@ -54,9 +53,3 @@ def test_inputs_the_kernel_would_misread_are_refused(wrong):
         inputs["table_VK"] = torch.zeros(3, 8, dtype=torch.int64)
     with pytest.raises((TypeError, ValueError), match=r"router logits|logits are|bias_E is missing|table_VK is given"):
         Route(plan)(**inputs)
-
-
-def test_more_experts_than_a_warp_holds_are_refused_with_the_remedy():
-    spec = cases.replace(cases.QWEN3, num_experts=2048)
-    with pytest.raises(Refused, match=r"router triton handles up to 1024 experts.*2048.*use --router torch"):
-        Route(cases.plan_of(spec))

@@ -1,11 +1,16 @@
 """Backends: the file's name is the flag's value; asking for one yields it or an error that says why, never another."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from truegate.errors import Refused, UserError
 from truegate.law.families import specs_of
 from truegate.law.placement import place
 from truegate.law.plan import Choices, Ranks
+from truegate.law.spec import Groups, GroupScore
 from truegate.moe.backends import PARTS, choose, compile_layer, load, names
 
 MIXTRAL = {
@@ -69,3 +74,25 @@ def test_every_exchange_has_a_plan_with_some_experts(name):
     got = plan(experts=experts, dispatch=name)
     assert got.dispatch.name == name
     assert got.experts.name == experts
+
+
+def test_a_router_refuses_more_experts_or_groups_than_it_handles():
+    placement = place(num_experts=2048)
+    spec = replace(specs_of(MIXTRAL)[0], num_experts=2048)
+    with pytest.raises(Refused, match="router triton handles up to 1024 experts, mixtral has 2048; use --router torch"):
+        compile_layer(spec, choose(experts="triton"), placement, Choices())
+    assert compile_layer(spec, choose(experts="triton", router="torch"), placement, Choices()).router.name == "torch"
+    grouped = replace(spec, num_experts=128, groups=Groups(count=64, kept=32, score=GroupScore.MAX, fill=0.0))
+    with pytest.raises(Refused, match="router triton handles up to 32 groups, mixtral has 64; use --router torch"):
+        compile_layer(grouped, choose(experts="triton"), place(num_experts=128), Choices())
+
+
+@pytest.mark.parametrize("part", ["routers", "experts"])
+def test_triton_is_refused_where_nothing_can_run_it(part, monkeypatch):
+    if torch.cuda.is_available() and part == "routers":
+        pytest.skip("this machine has a GPU")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    weights = SimpleNamespace(down_PDF=torch.empty(1, 1, 1))
+    compiled = plan(experts="triton")
+    with pytest.raises(Refused, match=r"(router|experts) triton (runs on a GPU|needs the triton package).*use .*torch"):
+        load(part, "triton").build(compiled, weights) if part == "experts" else load(part, "triton").build(compiled)

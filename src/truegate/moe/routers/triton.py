@@ -7,11 +7,14 @@ from truegate.law.contract import Router
 from truegate.law.order import Tables
 from truegate.law.plan import Plan
 
-CONTRACT = Router(name="triton", status="runs", source="this repository", id_dtype="int32", goes_with="triton")
+CONTRACT = Router(
+    name="triton", status="runs", source="this repository", id_dtype="int32", goes_with="triton", max_experts=1024,
+    max_groups=32, max_top_k=32,
+)  # fmt: skip
 
 
 def build(plan: Plan, *, bias_E=None, table_VK=None, tables: Tables | None = None):
-    """A callable like routers.torch's; Refused where nothing here can run it, or E is too large for a warp."""
+    """A callable like routers.torch's; Refused where nothing here can run it."""
     from truegate.moe.need import need_triton
 
     need_triton(CONTRACT)
