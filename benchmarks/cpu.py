@@ -161,7 +161,8 @@ class Worker:
 
     def __init__(self, engine: str, options: argparse.Namespace) -> None:
         python = options.vllm_python if engine.startswith("vllm") else sys.executable
-        command = [python, str(Path(__file__).resolve()), "--worker", engine, "--model", options.model, "--threads", str(options.threads)]
+        script, threads = str(Path(__file__).resolve()), str(options.threads)
+        command = [python, script, "--worker", engine, "--model", options.model, "--threads", threads]
         environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
         errors = sys.stderr if options.verbose else subprocess.DEVNULL
         self.engine, self.note, self.failed = engine, "", None

@@ -30,8 +30,8 @@ def plan(
 ) -> None:
     """Show who multiplies what in a MoE layer, what padding looks like on each edge, and where ids go; or why not.
 
-    SGLang's --tp-size 8 --dp-size 8 --enable-dp-attention is --tp 1 --dp 8 here. Backends other than torch and local
-    are contracts: our reading of an interface, compiled and checked, not run.
+    SGLang's --tp-size 8 --dp-size 8 --enable-dp-attention is --tp 1 --dp 8 here. Backends other than torch,
+    triton and local are contracts: our reading of an interface, compiled and checked, not run.
     """
     from truegate.law.plan import Ranks
     from truegate.moe.show import as_json, as_text, plan_of
