@@ -15,15 +15,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from truegate.kernels.launch import current, early, take_turn
 from truegate.kernels.tuning import Config, Product
 from truegate.law.spec import Activation
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # before Triton 3.4
-    TensorDescriptor = None
 
 CHUNKS = ((128, 4), (1024, 4), (4096, 8), (16384, 16))  # ids a program of `_permute` looks at together, its warps
 PLAIN = Product(block_n=32, block_k=32, stages=2, warps=4)
@@ -317,8 +313,8 @@ def _padded(num: int) -> int:
 
 
 def _can_describe(w: torch.Tensor, depth: int) -> bool:
-    """Whether rows of `depth` values can be read by the copy engine: 16-byte strides, and a Triton that has it."""
-    return TensorDescriptor is not None and depth * w.element_size() % 16 == 0
+    """Whether the copy engine can read rows of `depth` values: its strides are multiples of 16 bytes."""
+    return depth * w.element_size() % 16 == 0
 
 
 def _processors(device: torch.device) -> int:
