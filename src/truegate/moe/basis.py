@@ -205,7 +205,7 @@ class Instrument:
         for first in range(0, self.num_columns, window):
             size = min(window, self.num_columns - first)
             self._write_window(first, size)
-            step = Step(_tokens(x_TD), valid_T, valid_T is None, recorder)
+            step = Step(tokens(x_TD), valid_T, valid_T is None, recorder)
             y_TD = run(x_TD, step)
             out_TD = y_TD.detach().double().cpu().numpy()
             if identity_T is not None:  # x itself stands in every channel; no expert writes channel 0
@@ -283,7 +283,8 @@ def _clean(x_TD: torch.Tensor, valid_T: torch.Tensor | None) -> Floats:
     return x_TD.detach().double().cpu().numpy()
 
 
-def _tokens(x_TD: torch.Tensor) -> torch.Tensor:
+def tokens(x_TD: torch.Tensor) -> torch.Tensor:
+    """Token ids for x's rows, all 0: int64 [T]."""
     return torch.zeros(len(x_TD), dtype=torch.int64, device=x_TD.device)
 
 

@@ -12,7 +12,7 @@ import torch
 from truegate.law.explain import Explanation, explain, misfit
 from truegate.law.select import select
 from truegate.moe.backends import not_capturable
-from truegate.moe.basis import CURVED, Instrument, Measured, Step
+from truegate.moe.basis import CURVED, Instrument, Measured, Step, tokens
 from truegate.moe.captured import CapturedLayer
 from truegate.moe.layer import MoELayer
 from truegate.moe.recorder import Recorder
@@ -169,14 +169,13 @@ def _padding_fault(computed: int, counted: list[int]) -> str | None:
 
 
 def _run(layer: MoELayer, x_TD: torch.Tensor, valid_T: torch.Tensor | None) -> torch.Tensor:
-    tokens_T = torch.zeros(len(x_TD), dtype=torch.int64, device=x_TD.device)
-    return layer(x_TD.clone(), Step(tokens_T, valid_T, valid_T is None))
+    return layer(x_TD.clone(), Step(tokens(x_TD), valid_T, valid_T is None))
 
 
 def _kernel(layer: MoELayer, x_TD: torch.Tensor, valid_T: torch.Tensor) -> torch.Tensor:
     """The experts' sum alone, without a shared expert beside it."""
-    gate_T, tokens_T = layer.gate_of_shared(x_TD), torch.zeros(len(x_TD), dtype=torch.int64, device=x_TD.device)
-    routed = layer.router(layer.gate(x_TD), gate=gate_T, token_ids=tokens_T, valid=valid_T)
+    gate_T = layer.gate_of_shared(x_TD)
+    routed = layer.router(layer.gate(x_TD), gate=gate_T, token_ids=tokens(x_TD), valid=valid_T)
     sent = layer.dispatch.send(x_TD.clone(), routed)
     return layer.dispatch.combine(layer.experts(sent), sent)
 
@@ -209,7 +208,7 @@ def _repeat(instrument: Instrument) -> list[Check]:
         says=says,
     )
     held_TD = x_TD.clone()
-    layer(held_TD, Step(torch.zeros(6, dtype=torch.int64, device=x_TD.device), None, True))
+    layer(held_TD, Step(tokens(x_TD), None, True))
     wrong = int((held_TD != x_TD).sum())
     says = f"the layer changes {wrong} values of its own input"
     fault = "input-overwritten" if wrong else None
@@ -220,7 +219,7 @@ def _report(instrument: Instrument) -> Check:
     """The routing report: logical ids and weights of the experts that ran."""
     layer, x_TD = instrument.layer, instrument.rows(24, seed=9)
     recorder = Recorder()
-    layer(x_TD, Step(torch.zeros(24, dtype=torch.int64, device=x_TD.device), None, True, recorder))
+    layer(x_TD, Step(tokens(x_TD), None, True, recorder))
     ids_TLK, weights_TLK = recorder.stacked()
     logits_TE = layer.gate(x_TD).double().cpu().numpy()
     right = select(instrument.spec, logits_TE, bias_E=instrument.bias_E)
