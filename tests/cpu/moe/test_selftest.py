@@ -6,6 +6,7 @@ import torch
 
 from truegate.errors import UserError
 from truegate.law.faults import FAULTS, named
+from truegate.law.order import realise
 from truegate.law.placement import place
 from truegate.law.plan import Choices, Ranks
 from truegate.law.spec import RoutingSpec, Score, Shared
@@ -102,6 +103,17 @@ def test_the_catalogue_is_large_and_its_names_are_stable_and_unique():
 def test_no_right_layer_raises_an_alarm():
     for plan, report in false_alarms(25):
         assert report.ok, f"{report.sentence} in {plan.spec}"
+
+
+def test_a_fault_reads_its_placement_in_either_array_library():
+    """One prediction in numpy and one planted in torch, on the same plan."""
+    spec = RoutingSpec(family="x", **{**SIZES, **LAYERS["deepseek_v3"]})
+    plan = compile_layer(spec, choose(), place(num_experts=spec.num_experts, num_redundant=4), Choices())
+    ids_TK, weights_TK = np.array([[0, 1]]), np.ones((1, 2), dtype=np.float32)
+    fault = named("replica-counted-twice")
+    right = fault.lay(plan, realise(plan, ids_TK, weights_TK), np)
+    planted = fault.lay(plan, realise(plan, *map(torch.from_numpy, (ids_TK, weights_TK)), xp=torch), torch)
+    np.testing.assert_array_equal(planted.ids_TJ.numpy(), right.ids_TJ)
 
 
 def test_the_explanation_of_the_first_report_says_what_happened():
