@@ -205,6 +205,9 @@ def _other_rows(layer: Layer, cells: Cells, which: NDArray[np.bool_]) -> Cause |
         known = np.concatenate([cells.known, np.zeros((1, layer.width))])[:, columns]
         hits, silent = 0, 0
         for n in np.flatnonzero(which):
+            own = cells.want[n, columns]
+            if ((cells.low[n, columns] <= own) & (own <= cells.high[n, columns])).all():
+                continue  # this part is right
             fits = ((cells.low[n, columns] <= known) & (known <= cells.high[n, columns])).all(axis=1)
             hits += bool(fits[:-1].any())
             silent += bool(fits[-1])

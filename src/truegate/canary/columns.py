@@ -22,14 +22,16 @@ class Match:
 
 
 def factor(cells: Cells, columns: list[int]) -> float | None:
-    """The one g with measured = g * expected in all these columns; None when there is none."""
+    """The one g with measured = g * expected in all these columns; None when there is none, or most are right."""
     low, high, want = cells.low[:, columns], cells.high[:, columns], cells.want[:, columns]
     on = want > 1e-6
     if not on.any() or (low[~on] > 0).any():
         return None
     lo, hi = float((low[on] / want[on]).max()), float((high[on] / want[on]).min())
     g = (lo + hi) / 2 if lo <= hi and math.isfinite(lo + hi) else None
-    return None if g is None or abs(g) < 1e-3 else g
+    bounded = on & np.isfinite(high)
+    wrong = (low > want) | (want > high)
+    return None if g is None or abs(g) < 1e-3 or wrong[bounded].mean() < 0.5 else g
 
 
 def wrong_columns(cells: Cells) -> list[int]:

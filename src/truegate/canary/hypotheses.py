@@ -245,6 +245,8 @@ def _scales(s: RoutingSpec) -> Iterator[Deviation]:
     if s.weight_at is WeightAt.OUTPUT and (s.denominator is Denominator.NONE or s.shared.gate is SharedGate.SIGMOID):
         yield Deviation(name="shared-from-routed-sum", axis="shared", out=summed)
     if s.shared.gate is SharedGate.SIGMOID:
+        gated = _shared(lambda y, c, g: c.sum(axis=1, keepdims=True) / y.spec.routed_scale * g)
+        yield Deviation(name="shared-from-routed-sum", axis="shared", out=gated)
         yield Deviation(name="shared-gate-missing", axis="shared", out=_shared(lambda y, c, g: 1.0))
 
 

@@ -241,3 +241,20 @@ def test_experts_that_move_during_a_phase_are_told_with_the_phase(canary: Canary
     assert names_of(verdict) == {("experts-permuted",)}
     assert "it changed during batch 8" in verdict.findings[0].title
     assert "right until batch 3, wrong from batch 8 on" in verdict.findings[0].scope
+
+
+def test_one_activation_scale_a_batch_is_no_factor_on_an_expert(canary: Canary) -> None:
+    """Small rows a little off and the others right is not a factor near 1 on all of them."""
+    effort = Effort(name="quick", batches=(3, 8), streams=3, walk=8, long=(), silence=0.0, repeats=1, alone=16)
+
+    def quantised(layer: int, y: Any, weights: Any) -> Any:
+        step = np.abs(y).max() / 30
+        return np.round(y / step) * step if len(y) > 8 else y
+
+    told = names_of(verdict_of(canary("deepseek_v3"), Faults(shared=quantised), effort=effort))
+    assert told == {("batch-activation-scale",)}
+
+
+def test_a_shared_expert_that_reads_overwritten_rows_is_not_called_a_shift_of_rows(canary: Canary) -> None:
+    faults = Faults(shared=lambda layer, y, w: 0.25 * y + 0.01 * np.abs(y) ** 0.5)
+    assert names_of(verdict_of(canary("deepseek_v3"), faults)) <= {("unnamed",), ("shared-scaled",)}
