@@ -223,6 +223,8 @@ def _other_rows(layer: Layer, cells: Cells, which: NDArray[np.bool_]) -> Cause |
 
 def _own_weights(low: Matrix, high: Matrix, want: Matrix) -> bool:
     """Whether the coefficients read are the right ones, at other experts."""
+    if ((low <= want) & (want <= high)).all():
+        return False
     read = np.flatnonzero(low > 0)
     by_size = read[np.argsort(-low[read])]
     right = -np.sort(-want[want > 1e-6])
