@@ -256,3 +256,15 @@ def _ranges(numbers: Sequence[int]) -> str:
             out.append(f"{first}" if first == last else f"{first}..{last}" if last > first + 1 else f"{first}, {last}")
             start = i
     return ", ".join(out)
+
+
+def error_sizes(seen: Measured) -> dict[str, float]:
+    """Relative errors of the coefficients that were read and are right."""
+    errors = []
+    for cells in seen.layers.values():
+        right = cells.right()
+        on = (cells.want[right] > 1e-6) & np.isfinite(cells.values[right])
+        errors.append(np.abs(cells.values[right] - cells.want[right])[on] / cells.want[right][on])
+    every = np.concatenate(errors) if errors else np.zeros(0)
+    every = every[every < 0.5]
+    return {"max": float(every.max()), "median": float(np.median(every))} if len(every) else {}

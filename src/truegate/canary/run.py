@@ -15,7 +15,7 @@ from truegate.canary.api import Api, ServerLost
 from truegate.canary.ask import BETWEEN, Asker, Effort, Evidence, Observation, Progress, QuestionAnswer
 from truegate.canary.cells import Cells, Measured, phases_in_order
 from truegate.canary.client import Client, find_api
-from truegate.canary.explain import Finding, Verdict, explain
+from truegate.canary.explain import Finding, Verdict, error_sizes, explain
 from truegate.canary.fingerprint import fingerprint_problem, readable
 from truegate.canary.manifest import Manifest
 from truegate.canary.read import REL_TOLERANCE
@@ -81,7 +81,7 @@ def result(
         "sizes": {phase: {str(n): counts for n, counts in verdict.sizes[phase].items()}
                   for phase in evidence.phases if phase in verdict.sizes},
         "phases": evidence.phases, "seconds": evidence.seconds, "requests": evidence.num_requests,
-        "errors": {} if seen is None or not evidence.api.top else _errors(seen),
+        "errors": {} if seen is None or not evidence.api.top else error_sizes(seen),
         "matrices": {} if seen is None else {str(i): _matrix(cells) for i, cells in seen.layers.items()},
         "evidence": _evidence_json(evidence), "manifest": dict(manifest.data),
     }  # fmt: skip
@@ -151,18 +151,6 @@ def _finding_json(f: Finding) -> dict[str, Any]:
     return {"names": list(f.names), "title": f.title, "text": f.text, "layers": list(f.layers), "scope": f.scope,
             "phases": f.phases, "examples": list(f.examples),
             "alternatives": [list(a) for a in f.alternatives]}  # fmt: skip
-
-
-def _errors(seen: Measured) -> dict[str, float]:
-    """Relative errors of the coefficients that were read and are right."""
-    errors = []
-    for cells in seen.layers.values():
-        right = cells.right()
-        on = (cells.want[right] > 1e-6) & np.isfinite(cells.values[right])
-        errors.append(np.abs(cells.values[right] - cells.want[right])[on] / cells.want[right][on])
-    every = np.concatenate(errors) if errors else np.zeros(0)
-    every = every[every < 0.5]
-    return {"max": float(every.max()), "median": float(np.median(every))} if len(every) else {}
 
 
 def _matrix(cells: Cells) -> dict[str, Any]:
