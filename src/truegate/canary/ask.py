@@ -1,17 +1,18 @@
 """Phases of questions to a server: single tokens, decode walks, long prompts, batches, streams at once, and again.
 
-Invariant: an observation says which probe was asked and under which conditions; nothing here judges it.
+Invariant: nothing here judges an answer.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from truegate.canary.api import Api, Completion, Refusal, Server, ServerLost
 from truegate.canary.definition import SMALL, Kind
+from truegate.canary.evidence import Evidence, Observation, QuestionAnswer
 from truegate.canary.fingerprint import mismatch
 from truegate.canary.manifest import FINGERPRINTS, Manifest
 
@@ -21,46 +22,6 @@ BETWEEN = "between phases"
 _CROWD = 300  # more rows of one expert than kernels' blocks and small capacities hold
 _LIST = 50  # prompts in one list of `lists`
 _PLACES = 6  # probes asked between phases: did experts move since?
-
-
-@dataclass(frozen=True)
-class Observation:
-    """One answer to one probe, with the conditions it was asked under."""
-
-    phase: str
-    probe: int
-    top: dict[int, float]
-    batch: int = 1  # rows asked for together
-    row: int = 0
-    position: int = 0  # of the probe in its sequence
-    error: str | None = None
-    check: int = -1  # of observations between phases: after how many phases
-
-
-@dataclass(frozen=True)
-class QuestionAnswer:
-    """The greedy token that answered a question (None: no known token)."""
-
-    phase: str
-    question: int
-    token: int | None
-    position: int = 0
-    batch: int = 1
-
-
-@dataclass(kw_only=True)
-class Evidence:
-    """Everything a run saw, in order."""
-
-    api: Api
-    observations: list[Observation] = field(default_factory=list)
-    answers: list[QuestionAnswer] = field(default_factory=list)
-    phases: dict[str, str] = field(default_factory=dict)  # phase -> what it did, or why it did not
-    seconds: dict[str, float] = field(default_factory=dict)
-    lost: str | None = None
-    server: dict[str, str] = field(default_factory=dict)
-    num_requests: int = 0
-    wandered: dict[str, int] = field(default_factory=dict)  # phase -> walks that left the expected path
 
 
 @dataclass(frozen=True, kw_only=True)

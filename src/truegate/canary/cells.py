@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from truegate.canary.ask import Evidence
 from truegate.canary.definition import Kind, Matrix, unit_of
+from truegate.canary.evidence import Evidence
 from truegate.canary.manifest import Manifest
 from truegate.canary.read import ABS_TOLERANCE, REL_TOLERANCE, Unreadable, read, read_rung
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from truegate.canary.ask import Evidence
 from truegate.canary.causes import Cause, changed_to, find_cause, find_change, unnamed
 from truegate.canary.cells import Cells, Measured, measure, phases_in_order
 from truegate.canary.definition import Kind, Layer
+from truegate.canary.evidence import Evidence
 from truegate.canary.hypotheses import candidates
 from truegate.canary.manifest import Manifest
 from truegate.canary.read import REL_TOLERANCE

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from truegate.canary.api import MAX_TOP, Api, Completion, Refusal
-from truegate.canary.ask import Asker, Effort, Evidence
+from truegate.canary.ask import Asker, Effort
+from truegate.canary.evidence import Evidence
 from truegate.canary.manifest import Manifest
 
 Forward = Callable[[list[list[int]]], NDArray[np.floating]]  # N sequences -> logits [N, V]

@@ -12,9 +12,10 @@ import numpy as np
 
 from truegate import __version__
 from truegate.canary.api import Api, ServerLost
-from truegate.canary.ask import BETWEEN, Asker, Effort, Evidence, Observation, Progress, QuestionAnswer
+from truegate.canary.ask import BETWEEN, Asker, Effort, Progress
 from truegate.canary.cells import Cells, Measured, phases_in_order
 from truegate.canary.client import Client, find_api
+from truegate.canary.evidence import Evidence, Observation, QuestionAnswer
 from truegate.canary.explain import Finding, Verdict, error_sizes, explain
 from truegate.canary.fingerprint import fingerprint_problem, readable
 from truegate.canary.manifest import Manifest
