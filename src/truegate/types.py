@@ -91,8 +91,6 @@ def check_sampling(params: SamplingParams, *, vocab_size: int) -> None:
             raise UserError(f"{name} must be a whole number from {low} to {high}, got {value!r}")
     if not params.top_p > 0:
         raise UserError(f"top_p must be above 0 and at most 1, got {params.top_p!r}")
-    if not params.repetition_penalty > 0:
-        raise UserError(f"repetition_penalty must be above 0, got {params.repetition_penalty!r}")
     if params.min_tokens > params.max_tokens:
         raise UserError(f"min_tokens ({params.min_tokens}) is above max_tokens ({params.max_tokens})")
     if any(not isinstance(text, str) or not text for text in params.stop):
@@ -116,7 +114,7 @@ _RANGES = (
     ("min_p", 0.0, 1.0),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 0.0, 100.0),
+    ("repetition_penalty", 0.01, 100.0),  # a logit over less could exceed fp32
 )
 _INTEGERS = (
     ("max_tokens", 1, 1 << 31),

@@ -17,6 +17,7 @@ from truegate.sched.sequence import Sequence
 from truegate.types import SamplingParams, TokenLogprobs
 
 _MASK64 = (1 << 64) - 1
+_COLDEST = torch.finfo(torch.float32).tiny  # a lower temperature would round to 0 and divide 0 by 0
 
 
 class Draw:
@@ -233,10 +234,14 @@ def penalise(
 
 
 def draw_tokens(logits_RV: torch.Tensor, params: list[SamplingParams], uniform: list[float]) -> torch.Tensor:
-    """token_R: the first whose cumulative probability exceeds uniform * total, after temperature and truncation."""
+    """token_R: the first whose cumulative probability exceeds uniform * total, after temperature and truncation.
+
+    A row with NaN, which only a broken model gives, has no such token: it draws some id, as argmax would.
+    """
     logits_RV = logits_RV.float()
     # the maximum goes first: a tiny temperature must not overflow to inf - inf
-    scaled_RV = (logits_RV - logits_RV.amax(1, keepdim=True)) / _column([one.temperature for one in params], logits_RV)
+    temperature_R1 = _column([max(one.temperature, _COLDEST) for one in params], logits_RV)
+    scaled_RV = (logits_RV - logits_RV.amax(1, keepdim=True)) / temperature_R1
     weight_RV = scaled_RV.exp()
     if any(one.top_k or one.top_p < 1 or one.min_p for one in params):
         weight_RV *= kept_tokens(scaled_RV, params)
@@ -245,7 +250,7 @@ def draw_tokens(logits_RV: torch.Tensor, params: list[SamplingParams], uniform: 
     target_R1 = _column(uniform, cumulative_RV) * total_R1
     # below the total, so that the token found always has a probability above 0
     target_R1 = torch.minimum(target_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
-    return torch.searchsorted(cumulative_RV, target_R1, right=True)[:, 0]
+    return torch.searchsorted(cumulative_RV, target_R1, right=True)[:, 0].clamp_(max=logits_RV.shape[1] - 1)
 
 
 def kept_tokens(scaled_RV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:

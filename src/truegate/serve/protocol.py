@@ -117,7 +117,7 @@ class Sampling(Body):
     # extensions
     top_k: Int | None = Field(default=None, ge=-1, le=(1 << 31) - 1, description="0 and -1: all tokens.")
     min_p: Float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: Float | None = Field(default=None, gt=0, le=100)
+    repetition_penalty: Float | None = Field(default=None, ge=0.01, le=100)
     min_tokens: Int | None = Field(default=None, ge=0, le=(1 << 31) - 1)
     ignore_eos: StrictBool | None = None
     stop_token_ids: list[TokenId] | None = None

@@ -218,6 +218,23 @@ def test_plain_greedy_rows_touch_nothing_but_argmax():
     assert described is None
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-46, 1e-39])
+def test_a_temperature_below_what_fp32_holds_draws_the_likeliest(temperature):
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(5))
+    tokens = draw_tokens(logits, [SamplingParams(temperature=temperature)] * 3, [0.0, 0.5, 1 - 2**-53])
+    assert torch.equal(tokens, logits.argmax(1))
+
+
+def test_a_row_of_nan_draws_an_id_of_the_vocabulary_and_leaves_the_others_alone():
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(6))
+    params = [SamplingParams(), SamplingParams(top_k=5, top_p=0.9)]
+    alone = draw_tokens(logits[1:], params[1:], [0.3])
+    logits[0, 4] = math.nan
+    tokens = draw_tokens(logits, params, [0.3, 0.3])
+    assert 0 <= int(tokens[0]) < VOCAB
+    assert int(tokens[1]) == int(alone)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -231,6 +248,7 @@ def test_plain_greedy_rows_touch_nothing_but_argmax():
         ("presence_penalty", 3.0),
         ("frequency_penalty", math.nan),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-39),  # a logit over it is infinite, and the row's probabilities NaN
         ("max_tokens", 0),
         ("max_tokens", 1.5),
         ("min_tokens", 300),
