@@ -53,7 +53,7 @@ class Draw:
         self.num_top = params.logprobs or 0
         self.listed = list(params.logprob_token_ids)
         self.grammar = None
-        self.counted_slot = -1  # slot whose penalty counts hold this sequence; -1: none yet
+        self.counted_slot = -1  # slot whose penalty counts last were this sequence's; -1: none yet
         self.plain = not (
             params.temperature > 0
             or self.penalised
@@ -138,6 +138,7 @@ class Sampler:
         self.device = device
         self._output_buf: torch.Tensor | None = None  # int32 [slots, V]: times each token was generated
         self._prompt_buf: torch.Tensor | None = None  # bool [slots, V]: token occurs in the prompt
+        self._counted: list[Draw | None] = [None] * num_slots  # whose counts a slot holds
 
     def sample(self, logits_MV: torch.Tensor, sequences: list[Sequence]) -> tuple[torch.Tensor, Described | None]:
         """tokens_M and what was asked about them. Row i belongs to sequences[i]."""
@@ -209,9 +210,9 @@ class Sampler:
             self._prompt_buf = torch.zeros(shape, dtype=torch.bool, device=self.device)
         for one in sequences:
             draw = one.state.draw
-            if draw.counted_slot == one.slot:
+            if draw.counted_slot == one.slot and self._counted[one.slot] is draw:
                 continue
-            draw.counted_slot = one.slot
+            draw.counted_slot, self._counted[one.slot] = one.slot, draw
             output = np.bincount(one.tokens[one.prompt_length :], minlength=self.vocab_size)
             self._output_buf[one.slot] = torch.from_numpy(output.astype(np.int32)).to(self.device)
             self._prompt_buf[one.slot] = False

@@ -190,6 +190,17 @@ def test_penalty_counts_follow_a_sequence_that_moves_to_another_slot():
     assert output == expected
 
 
+def test_penalty_counts_survive_another_sequence_in_the_same_slot():
+    params = SamplingParams(temperature=0.0, frequency_penalty=2.0)
+    sampler = Sampler(VOCAB, 1, torch.device("cpu"))
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7], logits[0, 8] = 3.0, 1.5
+    one = make_sequence(params)
+    one.tokens.append(int(sampler.sample(logits.clone(), [one])[0]))
+    sampler.sample(logits.clone(), [make_sequence(params, output=(8,) * 9)])  # while `one` was preempted
+    assert (one.tokens[-1], int(sampler.sample(logits.clone(), [one])[0])) == (7, 8)
+
+
 def test_logprobs_are_of_the_untouched_logits_with_rank_top_and_listed_ids():
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(4))
     truth = torch.log_softmax(logits.double(), -1)
