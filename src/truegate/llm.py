@@ -9,6 +9,7 @@ Names and shapes as vLLM has them. Invariant: outputs come in the order of the p
 """
 
 import itertools
+import operator
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -163,7 +164,7 @@ class LLM:
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
         if isinstance(prompt, Iterable):
-            return None, [int(token) for token in prompt]
+            return None, [operator.index(token) if hasattr(token, "__index__") else token for token in prompt]
         raise UserError(f"a prompt is a text, a list of token ids, or a dict with one of them; got {prompt!r}")
 
     def _add(self, tokens: list[int], params: SamplingParams) -> str:
@@ -288,9 +289,10 @@ def _config(model: str | None, settings: dict[str, Any]) -> EngineConfig:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several: a text, a dict and a list of numbers are one."""
-    if isinstance(prompts, str | dict) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str | dict) or not isinstance(prompts, Iterable):
         return [prompts]
-    return list(prompts)
+    many = list(prompts)
+    return [many] if many and hasattr(many[0], "__index__") and not getattr(many[0], "shape", ()) else many
 
 
 def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

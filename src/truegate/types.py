@@ -8,6 +8,7 @@ T rows (tokens, padded), N sequences, P pages a sequence, M rows whose logits ar
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,7 +35,7 @@ class SamplingParams:
     min_tokens: int = 0
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
-    top_k: int = 0  # 0: all
+    top_k: int = 0  # 0 or -1: all
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -57,6 +58,8 @@ class SamplingParams:
         keep = object.__setattr__
         if isinstance(self.stop, str):
             keep(self, "stop", (self.stop,))
+        if self.top_k == -1:
+            keep(self, "top_k", 0)
         for name in ("stop", "stop_token_ids", "logprob_token_ids"):
             try:
                 keep(self, name, tuple(getattr(self, name) or ()))
@@ -64,7 +67,7 @@ class SamplingParams:
                 raise UserError(f"{name} must be a list") from None
         bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias or ()
         try:
-            keep(self, "logit_bias", tuple((int(token), float(value)) for token, value in bias))
+            keep(self, "logit_bias", tuple((_token_id(token), float(value)) for token, value in bias))
         except (TypeError, ValueError):
             raise UserError("logit_bias must map token ids to numbers") from None
 
@@ -126,6 +129,11 @@ _INTEGERS = (
     ("prompt_logprobs", 0, MAX_LOGPROBS),
 )
 _OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
+
+
+def _token_id(key: object) -> int:
+    """A key of `logit_bias`, which JSON writes as a string."""
+    return int(key) if isinstance(key, str) else operator.index(key)
 
 
 def _check_ids(name: str, ids: object, vocab_size: int) -> None:

@@ -149,11 +149,8 @@ def sampling_params(service: Service, body: Sampling, wanted: Wanted, prompt_len
     if (body.n or 1) > service.limits.max_n:
         raise ApiError(400, f"n is {body.n}; this server gives at most {service.limits.max_n} (--max-n)", param="n")
     given = {key: getattr(body, key) for key in _DEFAULT_KEYS if getattr(body, key) is not None}
-    values = service.defaults | given
-    if values.get("top_k") == -1:
-        values["top_k"] = 0
     params = SamplingParams(
-        **values,
+        **(service.defaults | given),
         max_tokens=room if wanted.max_tokens is None and wanted.default_max_tokens is None else _tokens(wanted, room),
         min_tokens=body.min_tokens or 0,
         presence_penalty=body.presence_penalty or 0.0,

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 
+import numpy
 import pytest
 
 import truegate
@@ -31,6 +32,9 @@ def test_outputs_come_in_the_order_of_the_prompts_and_batching_changes_nothing(l
     assert all(one.finished and one.outputs[0].finish_reason in ("stop", "length") for one in together)
     for text, output in zip(texts, together, strict=True):
         assert llm.generate(text, GREEDY)[0].outputs[0].token_ids == output.outputs[0].token_ids
+    ids = together[0].prompt_token_ids
+    for array in (ids, tuple(ids), numpy.array(ids), [numpy.array(ids)]):
+        assert llm.generate(array, GREEDY)[0].outputs[0].token_ids == together[0].outputs[0].token_ids
     by_ids = llm.generate([{"prompt_token_ids": one.prompt_token_ids} for one in together], GREEDY)
     assert [one.outputs[0].text for one in by_ids] == [one.outputs[0].text for one in together]
 
@@ -80,6 +84,10 @@ def test_wrong_use_is_one_clear_error(llm):
         LLM("./not-here")
     with pytest.raises(UserError, match="2 prompts and 1"):
         llm.generate(["a", "b"], [GREEDY])
+    with pytest.raises(UserError, match=r"prompt token 5\.7"):
+        llm.generate([[5.7, 6]], GREEDY)
+    with pytest.raises(UserError, match="got None"):
+        llm.generate(None, GREEDY)
     with pytest.raises(UserError, match="above the model's"):
         LLM(max_model_len=10**9)
     with pytest.raises(AttributeError, match="nothing"):

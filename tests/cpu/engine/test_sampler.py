@@ -254,7 +254,7 @@ def test_a_row_of_nan_draws_an_id_of_the_vocabulary_and_leaves_the_others_alone(
         ("temperature", math.inf),
         ("top_p", 0.0),
         ("top_p", 1.5),
-        ("top_k", -1),
+        ("top_k", -2),
         ("min_p", 2.0),
         ("presence_penalty", 3.0),
         ("frequency_penalty", math.nan),
@@ -274,9 +274,14 @@ def test_a_row_of_nan_draws_an_id_of_the_vocabulary_and_leaves_the_others_alone(
         ("logit_bias", {VOCAB: 1.0}),
         ("logit_bias", {1: math.nan}),
         ("logit_bias", {1: 101.0}),
+        ("logit_bias", {1.7: 1.0}),
         ("json_schema", {"type": "object"}),
     ],
 )
 def test_a_value_that_means_nothing_is_refused_by_name(field, value):
     with pytest.raises(UserError, match=field):
         check_sampling(SamplingParams(**{field: value}), vocab_size=VOCAB)
+
+
+def test_top_k_minus_one_is_all_tokens_as_elsewhere():
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
