@@ -18,7 +18,7 @@ Verdict = tuple[FinishReason | None, int | str | None, str | None]  # finish rea
 class Answer:
     """The engine's own state of a sequence (`Sequence.state`)."""
 
-    __slots__ = ("detokeniser", "draw", "eos_ids", "ids_TLK", "prompt_logprobs", "stop_ids", "weights_TLK")
+    __slots__ = ("detokeniser", "draw", "eos_ids", "ids_TLK", "prompt_length", "prompt_logprobs", "stop_ids", "weights_TLK")
 
     def __init__(self, sequence: Sequence, parts: Parts, key: int) -> None:
         params = sequence.params
@@ -28,6 +28,7 @@ class Answer:
         ending = tuple(token for token in ending if token < parts.model.vocab_size)
         self.draw = Draw(params, sequence.index, sequence.prompt_length, ending, key)
         self.detokeniser = Detokeniser.of(parts.tokenizer, params) if params.stop else None
+        self.prompt_length = sequence.prompt_length
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}
         self.ids_TLK: np.ndarray | None = None
         self.weights_TLK: np.ndarray | None = None
@@ -63,7 +64,7 @@ class Answer:
         """Keep what ran at positions start.. ; a recomputed position says the same again."""
         end = start + ids_TLK.shape[0]
         if self.ids_TLK is None or end > self.ids_TLK.shape[0]:
-            grown = (max(64, 2 * end), *ids_TLK.shape[1:])
+            grown = (max(self.prompt_length, 2 * end), *ids_TLK.shape[1:])
             ids = np.full(grown, NOT_COMPUTED, dtype=np.int32)
             weights = np.zeros(grown, dtype=np.float32)
             if self.ids_TLK is not None:

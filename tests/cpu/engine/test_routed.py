@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from truegate import LLM, SamplingParams
-from truegate.types import NOT_COMPUTED
+from truegate.types import NOT_COMPUTED, Request
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "return_routed_experts": True}
@@ -131,6 +131,18 @@ def test_positions_from_the_prefix_cache_say_not_computed(reference):
             assert output.num_cached_tokens == hit
             tokens = prompt + output.outputs[0].token_ids
             assert_same(output.outputs[0].routed_experts, truth(model, tokens), first=hit)
+
+
+def test_a_cancelled_prefill_has_a_row_for_every_position(reference):
+    folder, _ = reference
+    prompt = tuple(range(5, 305))
+    with LLM(str(folder), chunked_prefill_tokens=40, overlap=False, page_size=4) as llm:
+        llm.engine.add(Request(request_id="r", prompt_token_ids=prompt, params=SamplingParams(**GREEDY)))
+        llm.engine.step()
+        llm.engine.cancel("r")
+        (output,) = llm.engine.step()
+    ran = output.routed.ids_TLK[:, 0, 0] != NOT_COMPUTED
+    assert (ran.shape, int(ran.sum()), bool(ran[:40].all())) == ((299,), 40, True)
 
 
 def test_expert_load_counts_every_computed_row_once(reference):
