@@ -18,7 +18,16 @@ Verdict = tuple[FinishReason | None, int | str | None, str | None]  # finish rea
 class Answer:
     """The engine's own state of a sequence (`Sequence.state`)."""
 
-    __slots__ = ("detokeniser", "draw", "eos_ids", "ids_TLK", "prompt_length", "prompt_logprobs", "stop_ids", "weights_TLK")
+    __slots__ = (
+        "detokeniser",
+        "draw",
+        "eos_ids",
+        "ids_TLK",
+        "prompt_length",
+        "prompt_logprobs",
+        "stop_ids",
+        "weights_TLK",
+    )
 
     def __init__(self, sequence: Sequence, parts: Parts, key: int) -> None:
         params = sequence.params
