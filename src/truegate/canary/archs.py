@@ -145,7 +145,8 @@ def canary_config(like: Mapping[str, Any], sizes: Sizes, vocab_size: int) -> dic
         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     }  # fmt: skip
     config |= a.extra | _explicit(like, a)
-    config |= {k: real[k] for k in (*_ROUTING_KEYS, *a.keep) if k in real and real[k] is not None}
+    config |= {k: real[k] for k in (*_ROUTING_KEYS, *a.keep)
+               if k in real and (real[k] is not None or k == "q_lora_rank")}  # fmt: skip  # null: queries are not cut
     if a.model_type == "gpt_oss":  # engines read yarn's keys without looking whether they are there
         config |= {"rope_parameters": _YARN | {"rope_theta": _theta(real)}, "max_position_embeddings": 131072}
     elif "rope_parameters" in config:

@@ -61,7 +61,7 @@ def run_command(
     json_out: Annotated[Path | None, typer.Option("--json", help="Write the result with its evidence.")] = None,
     junit: Annotated[Path | None, typer.Option(help="Write JUnit XML for a CI.")] = None,
     model: Annotated[str | None, typer.Option(help="Model name to ask for; default: the server's first.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that one request may take.")] = 120.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one request may take.")] = 120.0,
     dp_ranks: Annotated[int, typer.Option(min=1, help="Ask each of N data-parallel ranks (SGLang, vLLM).")] = 1,
     api_key: Annotated[
         str | None, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token, if one is needed.")
@@ -84,6 +84,10 @@ def run_command(
     for path in (report, json_out, junit):
         if path is not None and not path.parent.is_dir():
             raise UserError(f"{path}: its folder does not exist")
+        if path is not None and path.is_dir():
+            raise UserError(f"{path} is a folder; give a file to write")
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise UserError("--api-key holds characters that an HTTP header cannot carry")
     effort = replace(QUICK if quick else THOROUGH if thorough else Effort(), dp_ranks=dp_ranks)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     manifest = load(canary)

@@ -70,15 +70,18 @@ class Client:
         body = self._body(api, prompts, max_tokens, echo)
         path = {"completions": "/v1/completions", "generate": "/generate", "chat": "/v1/chat/completions"}[api.endpoint]
         data = self._post(path, body)
-        if api.endpoint == "generate":
-            return [self._native(item) for item in (data if isinstance(data, list) else [data])]
-        if not isinstance(data, dict) or not isinstance(data.get("choices"), list):
-            raise Refusal(200, f"no choices in the answer: {str(data)[:_BODY]}")
-        choices = sorted(data["choices"], key=lambda c: c.get("index", 0))
-        lengths = [len(p) for p in prompts]
-        if len(choices) != len(prompts):
-            raise Refusal(200, f"{len(choices)} answers to {len(prompts)} prompts")
-        return [self._choice(c, n if echo else 0) for c, n in zip(choices, lengths, strict=True)]
+        try:
+            if api.endpoint == "generate":
+                items = data if isinstance(data, list) else [data]
+            else:
+                items = sorted(data["choices"], key=lambda c: c.get("index", 0))
+            if len(items) != len(prompts):
+                raise Refusal(200, f"{len(items)} answers to {len(prompts)} prompts")
+            if api.endpoint == "generate":
+                return [self._native(item) for item in items]
+            return [self._choice(c, len(p) if echo else 0) for c, p in zip(items, prompts, strict=True)]
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            raise Refusal(200, f"an answer of another form: {str(data)[:_BODY]}") from None
 
     def together(
         self, api: Api, jobs: Sequence[tuple[Sequence[int], int]], parallel: int

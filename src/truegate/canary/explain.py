@@ -210,8 +210,8 @@ def _other_findings(manifest: Manifest, evidence: Evidence, seen: Measured, verd
             f"{phase}: {count} walk{'s' * (count > 1)} left the expected path; what came after is unread"
         )
     for phase, what in evidence.phases.items():
-        if what.startswith("refused"):
-            verdict.notes.append(f"{phase}: {what}")
+        if what.startswith("refused"):  # HTTP 4xx is what a server does not offer; else it failed
+            (verdict.notes if what.startswith("refused: HTTP 4") else verdict.undecided).append(f"{phase}: {what}")
 
 
 def _unreadable(seen: Measured, verdict: Verdict) -> None:

@@ -51,15 +51,15 @@ def make(like: Mapping[str, Any], out: Path, recipe: Recipe) -> Manifest:
     if recipe.sizes.dtype not in CONFIG_DTYPES:
         raise UserError(f"--dtype {recipe.sizes.dtype} is not one of {', '.join(CONFIG_DTYPES)}")
     manifest = draw(like, recipe)
+    _ = manifest.channels  # refuses a hidden size without room before anything is written
     out.mkdir(parents=True, exist_ok=True)
-    for old in (FILE, "config.json"):
-        (out / old).unlink(missing_ok=True)  # an interrupted make leaves no folder that looks whole
+    (out / "config.json").unlink(missing_ok=True)  # written last: no engine starts on an interrupted make
+    (out / FILE).write_text(json.dumps(manifest.data, separators=(",", ":")) + "\n")  # first: it can be made again
     write_checkpoint(manifest, out / "model.safetensors")
     _write_tokenizer(manifest, out)
     _write_json(out / "generation_config.json", {"do_sample": False, "bos_token_id": 1, "eos_token_id": 2,
                                                  "pad_token_id": 0})  # fmt: skip
     _write_json(out / "config.json", manifest.config)
-    (out / FILE).write_text(json.dumps(manifest.data, separators=(",", ":")) + "\n")
     return manifest
 
 

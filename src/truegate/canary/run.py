@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from truegate import __version__
-from truegate.canary.api import Api, ServerLost
+from truegate.canary.api import Api
 from truegate.canary.ask import BETWEEN, Asker, Effort, Progress
 from truegate.canary.cells import Cells, Measured, phases_in_order
 from truegate.canary.client import Client, find_api
@@ -20,7 +20,7 @@ from truegate.canary.explain import Finding, Verdict, error_sizes, explain
 from truegate.canary.fingerprint import fingerprint_problem, readable
 from truegate.canary.manifest import Manifest
 from truegate.canary.read import REL_TOLERANCE
-from truegate.errors import EXIT_FAULT, EXIT_INVALID, EXIT_OK, EXIT_UNDECIDED, UserError
+from truegate.errors import EXIT_FAULT, EXIT_INVALID, EXIT_OK, EXIT_UNDECIDED, InvalidRun, UserError
 
 FORMAT = 1
 
@@ -49,7 +49,7 @@ def audit(manifest: Manifest, target: Target, effort: Effort, progress: Progress
         evidence = Asker(manifest, client, api, effort, progress).run()
         verdict, seen = explain(manifest, evidence)
         return result(manifest, evidence, verdict, seen, target, effort, started)
-    except ServerLost as lost:
+    except InvalidRun as lost:
         api = Api(endpoint="completions", ids=True, top=0)
         evidence = Evidence(api=api, lost=str(lost), num_requests=client.num_requests)
         return result(manifest, evidence, Verdict(lost=str(lost)), None, target, effort, started)

@@ -5,12 +5,15 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from toy import Faults, Manners, Toy, serving
 
+from truegate.canary.api import Api, Completion, Refusal
 from truegate.canary.ask import Effort
+from truegate.canary.client import Client
 from truegate.canary.diff import diff
 from truegate.canary.manifest import load
 from truegate.canary.report import read_json, write_html, write_json, write_junit
@@ -69,6 +72,45 @@ def test_a_server_that_hangs_does_not_hang_us(canary: Canary, drips: bool) -> No
     data = run(canary("mixtral"), Manners(hangs_after=30, drips=drips), timeout=1.0)
     assert data["exit"] == 3
     assert "within 1 s" in data["headline"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"choices": [None]},
+        {"choices": [{"index": None}, {"index": "1"}]},
+        {"choices": [{"logprobs": [1, 2]}]},
+        {"choices": [{"text": "", "logprobs": {"tokens": ["a"], "top_logprobs": [{"a": "b"}]}}]},
+        {"choices": [{"text": "", "logprobs": {"tokens": ["a"], "top_logprobs": [[1]]}}]},
+        {"choices": 3},
+        ["choices"],
+        "choices",
+    ],
+)
+@pytest.mark.parametrize("style", ["completions", "native"])
+def test_answers_of_another_form_are_not_judged(canary: Canary, answer: object, style: str) -> None:
+    manners = Manners(style=style, echo=False, answers_so=answer)
+    data = run(canary("mixtral"), manners)
+    assert data["exit"] == 3, "no way to ask was found, and that is a result that can be written"
+    assert "answers no completion request" in data["headline"]
+    data = run(canary("mixtral"), replace(manners, answers_so_after=30, seen=[]))
+    assert data["exit"] == 2
+    assert not data["findings"]
+
+
+@pytest.mark.parametrize(("status", "code"), [(200, 2), (500, 2), (400, 0)])  # 400: the server does not offer it
+def test_a_phase_that_failed_is_not_passed_over(
+    canary: Canary, monkeypatch: pytest.MonkeyPatch, status: int, code: int
+) -> None:
+    answer = Client.complete
+
+    def loses_one(self: Client, api: Api, prompts: list[list[int]], *more: Any, **named: Any) -> list[Completion]:
+        if len(prompts) > 20:
+            raise Refusal(status, f"{len(prompts) - 1} answers to {len(prompts)} prompts")
+        return answer(self, api, prompts, *more, **named)
+
+    monkeypatch.setattr(Client, "complete", loses_one)
+    assert run(canary("mixtral"))["exit"] == code
 
 
 @pytest.mark.parametrize("top", [20, 0])

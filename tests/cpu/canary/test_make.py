@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from conftest import small_config
 from toy import Toy
 
-from truegate.canary.archs import Sizes, canary_config, default_config
+from truegate.canary.archs import Sizes, attention_tensors, canary_config, default_config
 from truegate.canary.definition import Kind
 from truegate.canary.make import Recipe, draw, make, one_shape
 from truegate.canary.manifest import FILE, load
@@ -167,6 +168,27 @@ def test_like_keeps_the_real_models_routing():
 def test_wrong_sizes_are_refused_with_the_remedy(tmp_path, arguments, words):
     with pytest.raises(UserError, match=words):
         make(default_config("qwen3_moe"), tmp_path / "x", Recipe(sizes=Sizes(**arguments)))
+
+
+def test_a_make_that_was_refused_or_interrupted_can_be_repeated(tmp_path, monkeypatch):
+    out, sizes = tmp_path / "x", Sizes(hidden=384, layers=1, intermediate=16)
+    with pytest.raises(UserError, match="multiple of 64"):
+        make(small_config("mixtral"), out, Recipe(sizes=replace(sizes, hidden=100)))
+    assert not out.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("truegate.canary.make._write_tokenizer", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            make(small_config("mixtral"), out, Recipe(sizes=sizes))
+    assert not (out / "config.json").exists()
+    make(small_config("mixtral"), out, Recipe(sizes=sizes))
+    load(out)
+
+
+def test_like_keeps_queries_that_the_real_model_does_not_cut():
+    real = default_config("deepseek_v2") | {"q_lora_rank": None}
+    config = canary_config(real, Sizes(), 1024)
+    assert config["q_lora_rank"] is None
+    assert "model.layers.0.self_attn.q_proj.weight" in attention_tensors(config, 0)
 
 
 def test_a_folder_that_is_no_canary_is_left_alone(tmp_path):

@@ -141,6 +141,8 @@ class Manners:
     hangs_after: int | None = None
     drips: bool = False  # a hanging server sends a blank now and then
     nan: bool = False
+    answers_so: Any = None  # this JSON instead of an answer, after `answers_so_after` requests
+    answers_so_after: int = 0
     becomes: "Toy | None" = None  # another engine after `becomes_after` requests, as after a restart
     becomes_after: int = 0
     ranks: list[str] = field(default_factory=list)  # X-data-parallel-rank of requests that bring one

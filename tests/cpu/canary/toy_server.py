@@ -62,6 +62,9 @@ def run_server(toy: Any, manners: Any) -> Iterator[str]:
                         self.wfile.write(b" ")
                 self.close_connection = True
                 return
+            if manners.answers_so is not None and len(manners.seen) > manners.answers_so_after:
+                self._send(200, manners.answers_so)
+                return
             try:
                 self._send(200, self._answer(body))
             except ValueError as error:
