@@ -52,7 +52,10 @@ def make(like: Mapping[str, Any], out: Path, recipe: Recipe) -> Manifest:
         raise UserError(f"--dtype {recipe.sizes.dtype} is not one of {', '.join(CONFIG_DTYPES)}")
     manifest = draw(like, recipe)
     _ = manifest.channels  # refuses a hidden size without room before anything is written
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}; give a folder that can be made") from None
     (out / "config.json").unlink(missing_ok=True)  # written last: no engine starts on an interrupted make
     (out / FILE).write_text(json.dumps(manifest.data, separators=(",", ":")) + "\n")  # first: it can be made again
     write_checkpoint(manifest, out / "model.safetensors")

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from conftest import small_config
 from toy import Toy
+from typer.testing import CliRunner
 
 from truegate.canary.archs import Sizes, attention_tensors, canary_config, default_config
+from truegate.canary.cli import app
 from truegate.canary.definition import Kind
 from truegate.canary.make import Recipe, draw, make, one_shape
 from truegate.canary.manifest import FILE, load
@@ -168,6 +170,19 @@ def test_like_keeps_the_real_models_routing():
 def test_wrong_sizes_are_refused_with_the_remedy(tmp_path, arguments, words):
     with pytest.raises(UserError, match=words):
         make(default_config("qwen3_moe"), tmp_path / "x", Recipe(sizes=Sizes(**arguments)))
+
+
+@pytest.mark.parametrize("option", ["--experts", "--hidden", "--intermediate", "--layers", "--tp"])
+def test_no_size_may_be_zero(tmp_path, option):
+    given = CliRunner().invoke(app, ["make", "--arch", "mixtral", "--out", str(tmp_path / "x"), option, "0"])
+    assert given.exit_code == 2, "typer's wrong use; the program's main makes it 64"
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="Not a directory"):
+        make(small_config("mixtral"), tmp_path / "file" / "x", Recipe())
 
 
 def test_a_make_that_was_refused_or_interrupted_can_be_repeated(tmp_path, monkeypatch):
