@@ -1,4 +1,4 @@
-"""Triton decides when it is first imported whether kernels are interpreted, and any test may be the first to import it."""
+"""Triton decides at its first import whether kernels are interpreted, and any test may be the first to import it."""
 
 import os
 
