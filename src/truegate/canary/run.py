@@ -119,7 +119,7 @@ def _phase_words(evidence: Evidence) -> str:
     done = [p for p, what in evidence.phases.items() if not what.startswith("refused")]
     sizes = [int(p.removeprefix("batch ")) for p in done if p.startswith("batch ")]
     shown = [p for p in done if not p.startswith("batch ") and p not in ("again", BETWEEN)]
-    words = [{"single": "prefill"}.get(p, p) for p in shown]
+    words = [{"single": "prefill"}.get(p, p).replace("data-parallel rank", "requests for rank") for p in shown]
     if sizes:
         words.insert(min(3, len(words)), f"batches of {min(sizes)} to {max(sizes)}")
     return ", ".join(words)
@@ -145,6 +145,8 @@ def coverage(manifest: Manifest, evidence: Evidence) -> list[str]:
         *([] if evidence.api.top >= 20 or not evidence.api.top else
           [f"limited: the server gives {evidence.api.top} log-probabilities, so each answer shows "
            f"{evidence.api.top - 1} coefficients"]),
+        *(["limited: requests named a data-parallel rank; no answer shows whether the server obeyed"]
+          if any(p.startswith("data-parallel rank") for p in evidence.phases) else []),
     ]  # fmt: skip
 
 

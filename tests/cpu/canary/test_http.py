@@ -131,6 +131,8 @@ def test_data_parallel_ranks_are_asked_for_as_the_server_understands(canary: Can
         fields = {body["routed_dp_rank"] for body in manners.seen if "routed_dp_rank" in body}
         assert (fields, set(manners.ranks)) == ((set(), {"0", "1"}) if manners.style != "native" else ({0, 1}, set()))
         assert {"1 stream on 2 ranks", "3 streams on 2 ranks"} <= data["phases"].keys()
+        assert "requests for rank 1" in data["headline"]
+        assert any("no answer shows whether the server obeyed" in line for line in data["covers"])
 
 
 def test_no_server_is_told_at_once(canary: Canary) -> None:
