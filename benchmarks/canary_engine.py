@@ -11,54 +11,34 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from truegate import LLM, SamplingParams
-from truegate.canary.api import MAX_TOP, Api, Completion, Refusal
+from truegate.canary.api import MAX_TOP, Api, Completion
 from truegate.canary.archs import default_config
 from truegate.canary.ask import QUICK, Asker
 from truegate.canary.explain import error_sizes, explain
+from truegate.canary.inprocess import InProcess
 from truegate.canary.make import Recipe, make
 
 FAMILIES = ("deepseek_v3", "deepseek_v2", "qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe")  # those with a model here
 
 
-class Offline:
+class Offline(InProcess):
     """An `LLM` in the place of a server: what is asked together runs as one batch of different lengths."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm, self.num_requests = llm, 0
 
-    @contextmanager
-    def on_rank(self, rank: int) -> Iterator[str]:
-        yield "the one rank of this process"
-
-    def complete(
-        self, api: Api, prompts: Sequence[Sequence[int]], max_tokens: int, *, echo: bool = False
-    ) -> list[Completion]:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=api.top)
-        return self._answers([list(p) for p in prompts], [params] * len(prompts))
-
-    def together(
-        self, api: Api, jobs: Sequence[tuple[Sequence[int], int]], parallel: int
-    ) -> list[Completion | Refusal]:
-        out: list[Completion | Refusal] = []
-        for start in range(0, len(jobs), max(1, parallel)):
-            part = jobs[start : start + max(1, parallel)]
-            params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, logprobs=api.top) for _, n in part]
-            out += self._answers([list(prompt) for prompt, _ in part], params)
-        return out
-
-    def _answers(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Completion]:
-        self.num_requests += len(prompts)
-        answers = (r.outputs[0] for r in self.llm.generate(prompts, params, use_tqdm=False))
+    def generate(self, api: Api, jobs: Sequence[tuple[Sequence[int], int]]) -> list[Completion]:
+        params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, logprobs=api.top) for _, n in jobs]
+        answers = self.llm.generate([list(prompt) for prompt, _ in jobs], params, use_tqdm=False)
         return [
             Completion(list(a.token_ids), [{i: e.logprob for i, e in top.items()} for top in a.logprobs])
-            for a in answers
+            for a in (one.outputs[0] for one in answers)
         ]
 
 

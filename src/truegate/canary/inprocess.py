@@ -35,17 +35,7 @@ class InProcess:
         """Greedy continuations of one batch; only what is generated can be read."""
         assert not echo, "Api.echo is never set for a model in process"
         self.num_requests += 1
-        rows = [list(p) for p in prompts]
-        out = [Completion([], []) for _ in rows]
-        for _ in range(max_tokens):
-            logits = np.asarray(self._forward(rows), dtype=np.float64)
-            for row, answer, scores in zip(rows, out, logits, strict=True):
-                token = int(scores.argmax())
-                row.append(token)
-                answer.tokens.append(token)
-                if api.top:
-                    answer.tops.append(_top(scores, api.top))
-        return out
+        return self.generate(api, [(prompt, max_tokens) for prompt in prompts])
 
     def together(
         self, api: Api, jobs: Sequence[tuple[Sequence[int], int]], parallel: int
@@ -55,18 +45,22 @@ class InProcess:
         for start in range(0, len(jobs), max(1, parallel)):
             part = jobs[start : start + max(1, parallel)]
             self.num_requests += len(part)
-            rows = [list(prompt) for prompt, _ in part]
-            answers = [Completion([], []) for _ in part]
-            for step in range(max(n for _, n in part)):
-                active = [i for i, (_, n) in enumerate(part) if step < n]
-                logits = np.asarray(self._forward([rows[i] for i in active]), dtype=np.float64)
-                for i, scores in zip(active, logits, strict=True):
-                    rows[i].append(int(scores.argmax()))
-                    answers[i].tokens.append(rows[i][-1])
-                    if api.top:
-                        answers[i].tops.append(_top(scores, api.top))
-            out += answers
+            out += self.generate(api, part)
         return out
+
+    def generate(self, api: Api, jobs: Sequence[tuple[Sequence[int], int]]) -> list[Completion]:
+        """Greedy continuations of (prompt, number of tokens), as one batch that shrinks."""
+        rows = [list(prompt) for prompt, _ in jobs]
+        answers = [Completion([], []) for _ in jobs]
+        for step in range(max((n for _, n in jobs), default=0)):
+            active = [i for i, (_, n) in enumerate(jobs) if step < n]
+            logits = np.asarray(self._forward([rows[i] for i in active]), dtype=np.float64)
+            for i, scores in zip(active, logits, strict=True):
+                rows[i].append(int(scores.argmax()))
+                answers[i].tokens.append(rows[i][-1])
+                if api.top:
+                    answers[i].tops.append(_top(scores, api.top))
+        return answers
 
 
 def _top(scores: NDArray[np.float64], count: int) -> dict[int, float]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from truegate.cache.pages import PageTable
-from truegate.layers.paged import PagedDecodes, PagedStep
+from truegate.layers.paged import PagedDecodes, PagedStep, on_device
 from truegate.moe.recorder import Recorder
 from truegate.sched.scheduler import Chunk
 from truegate.types import Batch
@@ -81,7 +81,7 @@ class DecodeGraphs:
         places = self.table.take_writes(self.table_buf.shape[1])
         if len(places):
             values = self.table.array[places // self.table_buf.shape[1], places % self.table_buf.shape[1]]
-            packed = torch.from_numpy(np.stack((places, values))).pin_memory().to(self.device, non_blocking=True)
+            packed = on_device(np.stack((places, values)), self.device)
             self.table_buf.view(-1).index_copy_(0, packed[0], packed[1].int())
 
     def _capture(self, size: int) -> Captured:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from truegate.layers.paged import on_device
+from truegate.layers.paged import on_device, to_device
 from truegate.sched.sequence import Sequence
 from truegate.types import SamplingParams, TokenLogprobs
 
@@ -291,8 +291,7 @@ def _descending(x_RV: torch.Tensor) -> torch.Tensor:
 
 def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
     """values_R1 in the dtype and on the device of `like`."""
-    column = torch.tensor(values, dtype=like.dtype)[:, None]
-    return column if like.device.type == "cpu" else column.pin_memory().to(like.device, non_blocking=True)
+    return to_device(torch.tensor(values, dtype=like.dtype)[:, None], like.device)
 
 
 def _index(values: list, like: torch.Tensor) -> torch.Tensor:

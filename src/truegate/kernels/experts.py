@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from truegate.kernels.launch import current, early, take_turn
+from truegate.kernels.launch import cdiv, current, early, power_of_2, take_turn
 from truegate.kernels.tuning import Config, Product
 from truegate.law.spec import Activation
 
@@ -291,7 +291,7 @@ def grouped_gemm(
     weigh = "no"
     if sizes.weighs and sizes.at_input == first:
         weigh = "input" if first else "output"
-    total = tiles * triton.cdiv(C, tiling.block_n)
+    total = tiles * cdiv(C, tiling.block_n)
     programs = min(total, tiling.persistent * _processors(a.device)) if tiling.persistent else total
     _grouped[(programs,)](
         a, TensorDescriptor.from_tensor(a, [block_m, tiling.block_k]) if tma_a else None,
@@ -309,7 +309,7 @@ def grouped_gemm(
 
 def _padded(num: int) -> int:
     """Few sizes, so that few kernels are compiled."""
-    return 32 if num <= 32 else max(128, triton.next_power_of_2(num))
+    return 32 if num <= 32 else max(128, power_of_2(num))
 
 
 def _can_describe(w: torch.Tensor, depth: int) -> bool:
@@ -340,8 +340,8 @@ def combine(out_ND: torch.Tensor, ids_TJ: torch.Tensor, num_slots: int) -> torch
     (num_rows, width), hidden = ids_TJ.shape, out_ND.shape[1]
     y_TD = torch.empty((num_rows, hidden), dtype=out_ND.dtype, device=out_ND.device)
     block = 256 if num_rows < 256 else 1024
-    block = min(block, triton.next_power_of_2(hidden))
-    _combine[(num_rows, triton.cdiv(hidden, block))](
+    block = min(block, power_of_2(hidden))
+    _combine[(num_rows, cdiv(hidden, block))](
         out_ND, ids_TJ, y_TD, J=width, P=num_slots, D=hidden, BLOCK=block, **early(out_ND.device),
         num_warps=2 if block <= 256 else 4,
     )  # fmt: skip
@@ -507,12 +507,12 @@ def by_rows(x_TD: Any, gate_up_PHD: Any, down_PDF: Any, biases: tuple[Any, Any],
     y_TD = torch.empty_like(x_TD)
     one, two = config.gate_up, config.down
     start = {"SPARSE": sizes.sparse, **early(x_TD.device)}
-    _gate_up_rows[(triton.cdiv(F, one.block_n), num_rows if sizes.sparse else num_rows * width)](
+    _gate_up_rows[(cdiv(F, one.block_n), num_rows if sizes.sparse else num_rows * width)](
         x_TD, gate_up_PHD, biases[0], weights_TJ, ids_TJ, h_NF, J=width, P=sizes.num_slots, F=F, D=D, BF=one.block_n,
         BK=one.block_k, STAGES=one.stages, ACT=sizes.activation.value, CLAMP=sizes.clamp or 0.0,
         WEIGH="input" if sizes.at_input and sizes.weighs else "no", **start, num_warps=one.warps,
     )  # fmt: skip
-    _down_rows[(triton.cdiv(D, two.block_n), num_rows)](
+    _down_rows[(cdiv(D, two.block_n), num_rows)](
         h_NF, down_PDF, biases[1], weights_TJ, ids_TJ, y_TD, J=width, P=sizes.num_slots, F=F, D=D, BD=two.block_n,
         BK=two.block_k, STAGES=two.stages, WEIGH="output" if sizes.weighs and not sizes.at_input else "no",
         **start, num_warps=two.warps,

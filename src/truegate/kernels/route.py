@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from truegate.kernels.launch import INTERPRETED, current, device_name, early, take_turn
+from truegate.kernels.launch import INTERPRETED, current, device_name, early, power_of_2, take_turn
 from truegate.kernels.tuning import router_rows
 from truegate.law.contract import Drop, Sentinel
 from truegate.law.order import Routed, Tables
@@ -244,10 +244,6 @@ def _route(
         )  # fmt: skip
 
 
-def _power_of_two(n: int) -> int:
-    return triton.next_power_of_2(n)
-
-
 def _sortable(value: float) -> int:
     """`_key` of a number on the host."""
     (bits,) = struct.unpack("<i", struct.pack("<f", value + 0.0))
@@ -269,14 +265,14 @@ class Route:
         self.width = spec.top_k + plan.num_shared
         self.constants: dict[str, Any] = {
             "E": spec.num_choices, "NUM_EXPERTS": spec.num_experts, "K": spec.top_k, "S": plan.num_shared,
-            "JP": _power_of_two(self.width), "G": count, "M": size, "GP": _power_of_two(count),
-            "MP": _power_of_two(size), "SCORE": spec.score.value, "SELECT": spec.select_on.value,
+            "JP": power_of_2(self.width), "G": count, "M": size, "GP": power_of_2(count),
+            "MP": power_of_2(size), "SCORE": spec.score.value, "SELECT": spec.select_on.value,
             "GROUPED": groups is not None and groups.kept < groups.count,
             "TOP2": groups is not None and groups.score is GroupScore.TOP2_SUM,
             "KEPT": groups.kept if groups is not None else 1,
             "FILL_KEY": _sortable(groups.fill if groups is not None else 0.0),
-            "DENOMINATOR": spec.denominator.value, "EPS": spec.eps, "FACTOR": float(plan.scales.plan),
-            "KERNEL": float(plan.scales.kernel), "SHARED": float(plan.scales.shared),
+            "DENOMINATOR": spec.denominator.value, "EPS": spec.eps, "FACTOR": plan.scales.factors.plan,
+            "KERNEL": plan.scales.factors.kernel, "SHARED": plan.scales.factors.shared,
             "NUM_SLOTS": plan.placement.num_slots, "PER_RANK": plan.placement.slots_per_rank,
             "LAYOUT": plan.shared_layout.value,
             "PAD": "drop" if isinstance(pad, Drop) else "sentinel" if isinstance(pad, Sentinel) else "zero_weight",

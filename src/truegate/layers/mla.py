@@ -93,11 +93,10 @@ class MLA(nn.Module):
 
         rows_S1W = pool.rows(self.layer)[:, None]
         latent, k_rope = rows_S1W.split((self.kv_rank, self.rope_dim), dim=-1)
-        q_HDC = torch.bmm(q_nope.transpose(0, 1), self.kv_up[:, : self.nope_dim])
+        q_HDC = torch.bmm(q_nope.transpose(0, 1), self._key_up_HUC)
         q = q_HDC.transpose(0, 1), q_rope
         mixed_DHC = attention.decode(q, (latent, k_rope, latent), decodes, scale=self.scale)
-        up_HCV = self.kv_up[:, self.nope_dim :].transpose(1, 2)
-        torch.bmm(mixed_DHC.transpose(0, 1), up_HCV, out=y_DHV.transpose(0, 1))
+        torch.bmm(mixed_DHC.transpose(0, 1), self._value_up_HVC.transpose(1, 2), out=y_DHV.transpose(0, 1))
 
     def _paged_chunks(
         self, q_nope: torch.Tensor, q_rope: torch.Tensor, step: PagedStep, pool: Pool, y_THV: torch.Tensor

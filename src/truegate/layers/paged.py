@@ -114,5 +114,9 @@ def _slots_of(
 
 def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """The array on the device; on a GPU through pinned memory, so that the host does not wait for earlier work."""
-    tensor = torch.from_numpy(array)
+    return to_device(torch.from_numpy(array), device)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`on_device` of a tensor on the host."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
