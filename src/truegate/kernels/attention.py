@@ -4,8 +4,8 @@
 
 Invariant: nothing outside a context is read; no atomics, and a row's value depends on its own context and on the split
 settings only, so fixed splits make it independent of its batch. Twin: kernels/ref/attention.py.
-D decode rows, C chunks, N sequences, P pages a sequence, S slots, T rows, H query heads, K key heads, G = H / K,
-E size of a head's first part, R of its second (0: none), V of its value.
+D decode rows, C chunks, B blocks of them, N sequences, P pages a sequence, S slots, T rows, H query heads, K key heads,
+G = H / K, E size of a head's first part, R of its second (0: none), V of its value.
 """
 
 import torch
@@ -141,23 +141,29 @@ def _combine_kernel(
     tl.store(out + (d * H + head) * V + column, mixed.to(out.dtype.element_ty), mask=column < V)
 
 
-@triton.jit
+@triton.jit(  # where these begin changes from step to step: one compiled form for all of them
+    do_not_specialize=["table_row"], do_not_specialize_on_alignment=["chunks", "blocks", "table"]
+)
 def _prefill_kernel(
-    q1, q2, k1, k2, v, out, chunks, table, scale_log2,
+    q1, q2, k1, k2, v, out, chunks, blocks, table, scale_log2,
     q1_row, q1_head, q2_row, q2_head, k1_slot, k1_head, k2_slot, k2_head, v_slot, v_head, out_row, out_head, table_row,
     G: tl.constexpr, E: tl.constexpr, R: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, PAGED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     take_turn(EARLY)
-    head, chunk = tl.program_id(1), tl.program_id(2)
+    head, entry = tl.program_id(0), tl.program_id(1)
+    tiles: tl.constexpr = BLOCK_ROWS // BLOCK_M
+    chunk = tl.load(blocks + 2 * (entry // tiles))
+    if chunk < 0:  # NO_BLOCK
+        return
+    # the last rows see most: start them first
+    block = tl.load(blocks + 2 * (entry // tiles) + 1) * BLOCK_ROWS + (tiles - 1 - entry % tiles) * BLOCK_M
     first_row = tl.load(chunks + 4 * chunk).to(tl.int64)
     num_rows = tl.load(chunks + 4 * chunk + 1)
     context = tl.load(chunks + 4 * chunk + 2)
     keys_at = tl.load(chunks + 4 * chunk + 3).to(tl.int64)  # row of the page table, or first row of the keys
-    # the last rows see most: start them first
-    block = (tl.cdiv(num_rows, BLOCK_M) - 1 - tl.program_id(0)) * BLOCK_M
-    if block < 0:
+    if block >= num_rows:
         return
     m = block + tl.arange(0, BLOCK_M)
     ok_m = m < num_rows
@@ -222,7 +228,7 @@ def decode(
     """y_DHV: row d is row rows_D[d] of q over the contexts_D[d] slots of page-table row seqs_D[d]; 0 at context 0.
 
     q: q1_THE, q2_THR or None. keys: k1_SKE, k2_SKR or None, v_SKV, views of the pool's rows, unit last stride; v may
-    be k1 itself. decodes: `layers.layout.PagedDecodes`. Last dimensions are contiguous; any float dtype, fp32 inside.
+    be k1 itself. decodes: `layers.paged.PagedDecodes`. Last dimensions are contiguous; any float dtype, fp32 inside.
     """
     (q1, q2), (k1, k2, v) = q, keys
     num_heads, e_size = q1.shape[1:]
@@ -272,9 +278,9 @@ def prefill(
 ) -> None:
     """Write y_THV for the rows of every chunk: each row sees the slots up to its own position.
 
-    q and keys as in `decode`. chunks: `layers.layout.PagedChunks`; its chunks_C4 int32 rows are (first row, rows,
+    q and keys as in `decode`. chunks: `layers.paged.PagedChunks`; its chunks_C4 int32 rows are (first row, rows,
     context after them, row of the page table), or, where table_NP is None, (.., first row of the keys, which then lie
-    in order).
+    in order). The grid depends on the length of blocks_B2 and on shapes only; rows in no block stay as they are.
     """
     (q1, q2), (k1, k2, v) = q, keys
     num_heads, e_size = q1.shape[1:]
@@ -282,16 +288,15 @@ def prefill(
     r_size = 0 if q2 is None else q2.shape[2]
     table = chunks.table_NP
     narrow = q1.element_size() == 2
-    long = narrow and chunks.longest > 64
-    block_m = 128 if long else 64
-    _prefill_kernel[(cdiv(chunks.longest, block_m), num_heads, chunks.size)](
-        q1, q2 if r_size else q1, k1, k2 if r_size else k1, v, y_THV, chunks.chunks_C4,
+    block_m = 128 if narrow else 64
+    _prefill_kernel[(num_heads, chunks.blocks_B2.shape[0] * (chunks.block_rows // block_m))](
+        q1, q2 if r_size else q1, k1, k2 if r_size else k1, v, y_THV, chunks.chunks_C4, chunks.blocks_B2,
         chunks.chunks_C4 if table is None else table, scale * LOG2_E,
         *_strides(q1, q2 if r_size else q1, k1, k2 if r_size else k1, v), y_THV.stride(0), y_THV.stride(1),
         0 if table is None else table.stride(0),
         G=num_heads // num_keys, E=e_size, R=r_size, V=v_size, PAGE=chunks.page_size, PAGED=table is not None,
-        BLOCK_M=block_m, BLOCK_S=64 if narrow else 32, BLOCK_E=_power(e_size), BLOCK_R=_power(r_size),
-        BLOCK_V=_power(v_size), PRECISION=_precision(q1), num_warps=8 if long else 4,
+        BLOCK_ROWS=chunks.block_rows, BLOCK_M=block_m, BLOCK_S=64 if narrow else 32, BLOCK_E=_power(e_size),
+        BLOCK_R=_power(r_size), BLOCK_V=_power(v_size), PRECISION=_precision(q1), num_warps=8 if narrow else 4,
         num_stages=3 if narrow else 2, **early(q1.device),
     )  # fmt: skip
 

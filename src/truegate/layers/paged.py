@@ -2,7 +2,8 @@
 
 Invariant: built from the batch's host lists with one copy to the device; a captured step reads the same tensors again,
 so its `PagedStep` is made once over buffers that are filled between steps.
-T rows, D sequences with one row, C chunks (sequences with more), N sequences, P pages of one, X positions, R rotary.
+T rows, D sequences with one row, C chunks (sequences with more), N sequences, P pages of one, X positions, R rotary,
+B blocks of chunks.
 """
 
 from dataclasses import dataclass, replace
@@ -13,6 +14,9 @@ import torch
 
 from truegate.cache.pools import MLAPool, Pool
 from truegate.types import Batch
+
+BLOCK_ROWS = 128  # rows of one entry of the work list; tiles of the prefill kernel divide it
+NO_BLOCK = -1  # the chunk of an entry that only fills the list up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,16 +45,17 @@ class PagedDecodes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedChunks:
-    """chunks_C4 int32: first row, rows, context after them, row of table_NP (or first row of keys in order)."""
+    """chunks_C4 int32: first row, rows, context after them, row of table_NP (or first row of keys in order).
+
+    blocks_B2 int32 is the work list, as `chunk_blocks` makes it: (chunk, which block_rows of its rows), or NO_BLOCK.
+    A kernel's grid depends on B only. A chunk may have one row (a decode), or anything where no block names it.
+    """
 
     chunks_C4: torch.Tensor
+    blocks_B2: torch.Tensor
     table_NP: torch.Tensor | None
     page_size: int
-    longest: int  # most rows of a chunk
-
-    @property
-    def size(self) -> int:
-        return self.chunks_C4.shape[0]
+    block_rows: int = BLOCK_ROWS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +87,8 @@ def paged_step(batch: Batch, pool: Pool, rotations_XR: torch.Tensor, *, num_spli
     for place in (many, firsts):
         for n, at in zip(many, place, strict=False):
             numbers += (starts[n], lens[n], contexts[n], at)
-    packed = on_device(np.array(numbers, dtype=np.int32), batch.slots_T.device)
+    blocks = chunk_blocks([lens[n] for n in many], [contexts[n] for n in many])
+    packed = on_device(np.append(np.array(numbers, dtype=np.int32), blocks), batch.slots_T.device)
     table_NP, page_size = batch.page_table_NP, pool.page_size
     decodes = chunks = spread = keys_S = None
     if singles:
@@ -91,16 +97,37 @@ def paged_step(batch: Batch, pool: Pool, rotations_XR: torch.Tensor, *, num_spli
             rows_D=rows_D, seqs_D=seqs_D, contexts_D=contexts_D, table_NP=table_NP, page_size=page_size,
             num_splits=num_splits)  # fmt: skip
     if many:
-        paged, in_order = packed[3 * len(singles) :].view(2, -1, 4).unbind(0)
-        longest = max(lens[n] for n in many)
-        chunks = PagedChunks(chunks_C4=paged, table_NP=table_NP, page_size=page_size, longest=longest)
+        paged, in_order = packed[3 * len(singles) : len(numbers)].view(2, -1, 4).unbind(0)
+        blocks_B2 = packed[len(numbers) :].view(-1, 2)
+        chunks = PagedChunks(chunks_C4=paged, blocks_B2=blocks_B2, table_NP=table_NP, page_size=page_size)
         if isinstance(pool, MLAPool):
-            spread = PagedChunks(chunks_C4=in_order, table_NP=None, page_size=page_size, longest=longest)
+            spread = replace(chunks, chunks_C4=in_order, table_NP=None)
             keys_S = _slots_of(paged, in_order, table_NP, page_size, firsts[-1])
     return PagedStep(
         positions_T=batch.positions_T, slots_T=batch.slots_T, rotations_XR=rotations_XR, decodes=decodes,
         chunks=chunks, whole=not many and len(singles) == batch.token_ids_T.shape[0], keys_S=keys_S, spread=spread,
     )  # fmt: skip
+
+
+def chunk_blocks(lens: list[int], contexts: list[int], length: int | None = None) -> np.ndarray:
+    """blocks_B2 of `PagedChunks` for chunks of so many rows that end at these contexts; what sees most comes first.
+
+    B is `length` where given, filled up with NO_BLOCK; `most_blocks` of the rows and chunks is always enough.
+    """
+    rows_C, contexts_C = np.array([lens, contexts], dtype=np.int64).reshape(2, -1)
+    counts_C = -(-rows_C // BLOCK_ROWS)
+    chunk_B = np.repeat(np.arange(len(lens)), counts_C)
+    block_B = np.arange(len(chunk_B)) - np.repeat(np.cumsum(counts_C) - counts_C, counts_C)
+    seen_B = (contexts_C - rows_C)[chunk_B] + np.minimum((block_B + 1) * BLOCK_ROWS, rows_C[chunk_B])
+    order_B = np.argsort(-seen_B, kind="stable")
+    blocks_B2 = np.full((len(order_B) if length is None else length, 2), NO_BLOCK, dtype=np.int32)
+    blocks_B2[: len(order_B)] = np.stack((chunk_B, block_B), 1)[order_B]
+    return blocks_B2
+
+
+def most_blocks(num_rows: int, num_chunks: int) -> int:
+    """Blocks of num_rows rows in at most num_chunks chunks, however they are cut."""
+    return min(num_rows, (num_rows + (BLOCK_ROWS - 1) * num_chunks) // BLOCK_ROWS)
 
 
 def _slots_of(

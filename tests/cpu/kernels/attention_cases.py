@@ -4,10 +4,11 @@ Every number a kernel must not read is NaN: rows of other sequences, slots past 
 point outside the pool. T rows, N sequences, S slots, H query heads, K key heads, E, R, V sizes of a head's parts.
 """
 
+import numpy as np
 import torch
 
 from truegate.cache.pools import Pool
-from truegate.layers.paged import PagedStep, paged_step
+from truegate.layers.paged import PagedChunks, PagedStep, chunk_blocks, most_blocks, paged_step
 from truegate.types import Batch
 
 PAGE = 16
@@ -48,6 +49,21 @@ class Case:
 
     def step(self, *, num_splits: int | None = None) -> PagedStep:
         return paged_step(self.batch, self.pool, torch.zeros(1, 2, device=self.device), num_splits=num_splits)
+
+    def all_chunks(self, spare: int) -> PagedChunks:
+        """Every sequence a chunk, decodes too, in buffers for `spare` more rows and chunks, filled with what is unread.
+
+        The spare rows lie behind those of the batch; this is how a captured step of a fixed number of rows is laid out.
+        """
+        lens, contexts = self.batch.query_lens, self.batch.context_lens
+        num_rows, num_chunks = sum(lens) + spare, len(lens) + spare
+        chunks_C4 = np.full((num_chunks, 4), -99999, dtype=np.int32)
+        firsts = np.cumsum([0, *lens])[:-1]
+        chunks_C4[: len(lens)] = np.stack((firsts, lens, contexts, np.arange(len(lens))), 1)
+        blocks_B2 = chunk_blocks(lens, contexts, most_blocks(num_rows, num_chunks))
+        return PagedChunks(
+            chunks_C4=torch.from_numpy(chunks_C4).to(self.device), table_NP=self.batch.page_table_NP, page_size=PAGE,
+            blocks_B2=torch.from_numpy(blocks_B2).to(self.device))  # fmt: skip
 
 
 def error(y: torch.Tensor, right: torch.Tensor) -> float:

@@ -60,6 +60,31 @@ def test_prefill_over_expanded_latents_is_its_twin():
     assert len(gathered) == sum(context for rows, context in CHUNKS if rows > 1)
 
 
+def test_prefill_takes_decodes_and_a_list_of_fixed_length():
+    case = run([(1, 17), (5, 5), (1, 1), (130, 140)], 128, torch.float32)
+    q, keys, scale = cases.gqa(case, 4, 2, 32)
+    cases.check_prefill(q, keys, scale, case.all_chunks(spare=0), 32)
+    padded = torch.cat((q[0], torch.full_like(q[0], float("nan"))))[: len(q[0]) + 7]
+    cases.check_prefill((padded, None), keys, scale, case.all_chunks(spare=7), 32)
+
+
+def test_the_work_list_names_every_row_once_and_the_longest_first():
+    from truegate.layers.paged import BLOCK_ROWS, NO_BLOCK, chunk_blocks, most_blocks
+
+    lens, contexts = [1, 300, 0, 128, 257], [900, 300, 0, 1000, 257]
+    blocks_B2 = chunk_blocks(lens, contexts)
+    assert blocks_B2.tolist() == [[3, 0], [0, 0], [1, 2], [4, 2], [1, 1], [4, 1], [1, 0], [4, 0]]
+    length = most_blocks(sum(lens), len(lens))
+    assert len(blocks_B2) <= length
+    filled = chunk_blocks(lens, contexts, length)
+    assert (filled[: len(blocks_B2)] == blocks_B2).all()
+    assert (filled[len(blocks_B2) :] == NO_BLOCK).all()
+    assert most_blocks(5, 5) == most_blocks(5, 8) == 5
+    assert most_blocks(8 * BLOCK_ROWS, 1) == 8
+    assert len(chunk_blocks([BLOCK_ROWS + 1] * 3, [BLOCK_ROWS + 1] * 3)) == most_blocks(3 * BLOCK_ROWS + 3, 3)
+    assert len(chunk_blocks([], [])) == 0
+
+
 def test_fixed_splits_do_not_see_the_batch():
     from truegate.kernels import attention
 

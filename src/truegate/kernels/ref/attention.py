@@ -16,12 +16,16 @@ def decode(q, keys, decodes, *, scale: float) -> torch.Tensor:
 
 def prefill(q, keys, chunks, y_THV: torch.Tensor, *, scale: float) -> None:
     """Fills y_THV as `kernels.attention.prefill` does."""
-    for first, num_rows, context, keys_at in chunks.chunks_C4.tolist():
+    chunks_C4 = chunks.chunks_C4.tolist()
+    for chunk, block in chunks.blocks_B2.tolist():
+        if chunk < 0:
+            continue
+        first, num_rows, context, keys_at = chunks_C4[chunk]
         if chunks.table_NP is None:
             slots_S = keys_at + torch.arange(context, device=y_THV.device)
         else:
             slots_S = _slots(chunks.table_NP[keys_at], context, chunks.page_size)
-        for i in range(num_rows):
+        for i in range(block * chunks.block_rows, min(num_rows, (block + 1) * chunks.block_rows)):
             seen = slots_S[: context - num_rows + i + 1]
             y_THV[first + i] = _attend(q, keys, first + i, seen, scale).to(y_THV.dtype)
 
