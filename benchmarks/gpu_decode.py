@@ -111,9 +111,12 @@ def run(engine: Engine, batch: int, num_out: int, seed: int) -> dict[str, float]
     began = time.perf_counter()
     waiting, moments, prefill = batch, [], 0.0
     seen: set[str] = set()
+    stamps = [began]
     while engine.has_work:
         outputs = engine.step()
         now = time.perf_counter()
+        if not prefill:
+            stamps.append(now)
         fresh = {output.request_id for output in outputs} - seen
         seen |= fresh
         waiting -= len(fresh)
@@ -122,7 +125,10 @@ def run(engine: Engine, batch: int, num_out: int, seed: int) -> dict[str, float]
             if len(outputs) == batch:
                 moments.append(now)
     steps = [b - a for a, b in itertools.pairwise(moments[2:])] or [float("nan")]
-    return {"prefill_s": prefill, "step_ms": statistics.median(steps) * 1e3, "steps": len(steps)}
+    return {
+        "prefill_s": prefill, "step_ms": statistics.median(steps) * 1e3, "steps": len(steps),
+        "prefill_steps_ms": [round((b - a) * 1e3, 1) for a, b in itertools.pairwise(stamps)],
+    }  # fmt: skip
 
 
 def profile(engine: Engine, batch: int, num_steps: int = 6) -> dict[str, Any]:
@@ -194,7 +200,7 @@ def main() -> int:
     parser.add_argument("model", nargs="+", choices=list(CONFIGS))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--out", type=int, default=256, help="tokens an answer")
-    parser.add_argument("--chunk", type=int, default=8192, help="rows of one prefill step")
+    parser.add_argument("--chunk", type=int, default=8320, help="rows of one step: 8 prompts beside 128 decodes")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--experts", help="default: the device's")
     parser.add_argument("--router")
@@ -225,6 +231,7 @@ def main() -> int:
                 f"(x{theirs[0] / got['step_ms']:.2f})  prefill {prefill:8.0f} tok/s (x{prefill / theirs[1]:.2f})",
                 flush=True,
             )
+            print(f"  prefill, ms a step: {got['prefill_steps_ms']}", flush=True)
             rows[str(batch)] = {**got, "roofline_ms": floor, "prefill_tok_s": prefill}
             if batch in options.profile:
                 seen = rows[str(batch)]["profile"] = profile(engine, batch)

@@ -1,5 +1,6 @@
 """The engine on a GPU: captured steps give the tokens of eager ones, and both those of the same model on a CPU."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,21 @@ def test_captured_steps_give_the_tokens_of_eager_ones(folder, count):
     eager, eager_load = answers(folder, requests(count), cuda_graphs=False)
     assert captured == eager
     assert (load == eager_load).all(), "padded rows must count for nothing"
+
+
+def test_captured_chunks_give_the_tokens_of_eager_ones(folder):
+    """Chunks that go on a cached prefix or an earlier chunk, beside decodes; two budgets below and above a graph."""
+    made = requests(12)
+    head = made[0].prompt_token_ids + made[1].prompt_token_ids
+    made += [
+        replace(one, request_id=f"{i} again", prompt_token_ids=head + one.prompt_token_ids)
+        for i, one in enumerate(made)
+    ]
+    for budget in (60, 300):
+        captured, load = answers(folder, made, cuda_graphs=True, chunked_prefill_tokens=budget)
+        eager, eager_load = answers(folder, made, cuda_graphs=False, chunked_prefill_tokens=budget)
+        assert captured == eager
+        assert (load == eager_load).all()
 
 
 def test_captured_steps_give_the_tokens_of_eager_ones_in_bf16(folder):

@@ -12,7 +12,7 @@ import torch
 
 from truegate.cache.pages import PageTable
 from truegate.config import EngineConfig
-from truegate.engine.graphs import DecodeGraphs
+from truegate.engine.graphs import Captured, StepGraphs
 from truegate.engine.sampler import Described, Sampler, describe
 from truegate.layers.paged import on_device
 from truegate.moe.recorder import Recorder
@@ -89,13 +89,20 @@ class Runner:
         )  # by slot; last: nobody's
         self.load = ExpertLoad(model.moe_layers, self.device) if model.moe_layers else None
         self._always_valid = torch.ones(1, dtype=torch.bool, device=self.device)
-        self.graphs = DecodeGraphs(model, pool, table, self.last_token_buf, self.load) if config.cuda_graphs else None
+        self.graphs: StepGraphs | None = None
+        if config.cuda_graphs:
+            self.graphs = StepGraphs(
+                model, pool, table, self.last_token_buf, self.load, max_rows=config.chunked_prefill_tokens
+            )  # fmt: skip
 
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk], *, routed: bool = False) -> Launched:
         """Run one step; `routed` also keeps which experts ran."""
-        if self.graphs is not None and self.graphs.takes(chunks):
-            return self._replay(chunks, routed).fetch(self.device)
+        chunks = sorted(chunks, key=lambda chunk: chunk.size > 1)  # rows of decodes come first
+        if self.graphs is not None and not any(map(_prompt_rows, chunks)):
+            captured = self.graphs.takes(chunks)
+            if captured is not None:
+                return self._replay(captured, chunks, routed).fetch(self.device)
         batch, sampled, prompts = self._build(chunks)
         if self.load is not None:
             batch.recorder = Recorder()
@@ -115,16 +122,16 @@ class Runner:
             launched.prompt_described = _describe_prompts(prompts, logits_MV[len(sampled) :])
         return launched.fetch(self.device)
 
-    def _replay(self, chunks: list[Chunk], routed: bool) -> Launched:
-        """One step of one row a sequence, captured before."""
-        captured, count = self.graphs.replay(chunks), len(chunks)
-        launched = Launched(chunks, [chunk.sequence for chunk in chunks], captured.tokens_B[:count])
-        if not all(one.state.draw.plain for one in launched.sampled):
-            logits_SV = self.graphs.logits_buf[:count].float()
-            launched.tokens_S, launched.described = self.sampler.sample(logits_SV, launched.sampled)
+    def _replay(self, captured: Captured, chunks: list[Chunk], routed: bool) -> Launched:
+        """One step captured before."""
+        sampled = [chunk.sequence for chunk in self.graphs.replay(captured, chunks)]
+        launched = Launched(chunks, sampled, captured.tokens_M[: len(sampled)])
+        if not all(one.state.draw.plain for one in sampled):
+            logits_SV = self.graphs.logits_buf[: len(sampled)].float()
+            launched.tokens_S, launched.described = self.sampler.sample(logits_SV, sampled)
             self._keep_tokens(launched)
         if routed:
-            launched.routed = tuple(part[:count].clone() for part in captured.routed)
+            launched.routed = self.graphs.routed(captured, chunks)
         return launched
 
     def _keep_tokens(self, launched: Launched) -> None:

@@ -60,9 +60,9 @@ class Attention(nn.Module):
         if step.whole:
             y_THE = attention.decode(q, keys, step.decodes, scale=self.scale)
             return self.out(y_THE.flatten(1)), residual_TD
-        y_THE = qkv.new_zeros(qkv.shape[0], self.num_heads, self.head_dim)  # padded rows stay 0
+        y_THE = step.rows_of(qkv, self.num_heads, self.head_dim)
         if step.decodes is not None:
-            y_THE[step.decodes.rows_D] = attention.decode(q, keys, step.decodes, scale=self.scale)
+            y_THE[: step.decodes.size] = attention.decode(q, keys, step.decodes, scale=self.scale)
         if step.chunks is not None:
             attention.prefill(q, keys, step.chunks, y_THE, scale=self.scale)
         return self.out(y_THE.flatten(1)), residual_TD

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from truegate.kernels.matrix import matrix
 from truegate.layers.norm import RMSNorm
 
+SLICE = 2048  # rows of a dense MLP that run together: its activations would be the most memory a step needs
+
 
 class Linear(nn.Module):
     """y = x W^T + b, or residual + x W^T + b; weight [O, I] in the run dtype."""
@@ -64,5 +66,11 @@ class GatedMLP(nn.Module):
         """Through the kernels: what is to be added to the sum residual + x, and that sum."""
         from truegate.kernels.norm import silu_mul
 
-        gate_up, residual_TD = self.gate_up.normed(norm, x_TD, residual_TD)
-        return self.down(silu_mul(gate_up)), residual_TD
+        if residual_TD.shape[0] <= SLICE:
+            gate_up, residual_TD = self.gate_up.normed(norm, x_TD, residual_TD)
+            return self.down(silu_mul(gate_up)), residual_TD
+        h_TD = norm.fused(x_TD, residual_TD)
+        y_TD = torch.empty_like(h_TD)
+        for rows, out in zip(h_TD.split(SLICE), y_TD.split(SLICE), strict=True):
+            out.copy_(self.down(silu_mul(self.gate_up(rows))))
+        return y_TD, residual_TD

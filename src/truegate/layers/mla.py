@@ -76,12 +76,10 @@ class MLA(nn.Module):
             y_THV = down.new_empty(shape)
             self._paged_decodes(q_nope, q_rope, step.decodes, pool, y_THV)
             return self.out(y_THV.flatten(1)), residual_TD
-        y_THV = down.new_zeros(shape)  # padded rows stay 0
+        y_THV = step.rows_of(down, *shape[1:])
         if step.decodes is not None:
-            rows_D = step.decodes.rows_D
-            y_DHV = down.new_empty(len(rows_D), *shape[1:])
-            self._paged_decodes(q_nope[rows_D], q_rope[rows_D], step.decodes.in_order(), pool, y_DHV)
-            y_THV[rows_D] = y_DHV
+            size = step.decodes.size
+            self._paged_decodes(q_nope[:size], q_rope[:size], step.decodes, pool, y_THV[:size])
         if step.chunks is not None:
             self._paged_chunks(q_nope, q_rope, step, pool, y_THV)
         return self.out(y_THV.flatten(1)), residual_TD

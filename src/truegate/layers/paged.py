@@ -38,10 +38,6 @@ class PagedDecodes:
     def size(self) -> int:
         return self.rows_D.shape[0]
 
-    def in_order(self) -> "PagedDecodes":
-        """The same over rows 0..D-1, for queries that were picked out of the batch."""
-        return replace(self, rows_D=torch.arange(self.size, dtype=torch.int32, device=self.rows_D.device))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedChunks:
@@ -60,7 +56,8 @@ class PagedChunks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedStep:
-    """One step for the kernels; `whole` where the decodes are all rows, in order.
+    """One step for the kernels: the decodes' rows, 0..D-1, come first; `whole` where they are all, `padded` where some
+    rows belong to nobody.
 
     `keys_S` are the pool slots of all chunks' contexts in a row, as `spread` numbers them: latent attention expands
     them to keys and values once a layer. rotations_XR holds cosines at even and sines at odd columns.
@@ -72,16 +69,24 @@ class PagedStep:
     decodes: PagedDecodes | None
     chunks: PagedChunks | None = None
     whole: bool = False
+    padded: bool = True
     keys_S: torch.Tensor | None = None
     spread: PagedChunks | None = None
 
+    def rows_of(self, like: torch.Tensor, num_heads: int, size: int) -> torch.Tensor:
+        """y_THE to be written by decodes and chunks, in the dtype of like_TX; rows that only pad are 0."""
+        make = like.new_zeros if self.padded else like.new_empty
+        return make(like.shape[0], num_heads, size)
+
 
 def paged_step(batch: Batch, pool: Pool, rotations_XR: torch.Tensor, *, num_splits: int | None = None) -> PagedStep:
-    """The layout of a batch; `num_splits` fixes how decode contexts are cut whatever the batch."""
+    """The layout of a batch whose sequences of one row come first; `num_splits` fixes how their contexts are cut."""
     lens, contexts = batch.query_lens, batch.context_lens
     starts = [0, *accumulate(lens)]
     singles = [n for n, size in enumerate(lens) if size == 1]
     many = [n for n, size in enumerate(lens) if size > 1]
+    if many and singles and singles[-1] > many[0]:
+        raise ValueError("sequences of one row must come first in a batch that goes through the kernels")
     firsts = [0, *accumulate(contexts[n] for n in many)]
     numbers = [starts[n] for n in singles] + singles + [contexts[n] for n in singles]
     for place in (many, firsts):
@@ -103,10 +108,10 @@ def paged_step(batch: Batch, pool: Pool, rotations_XR: torch.Tensor, *, num_spli
         if isinstance(pool, MLAPool):
             spread = replace(chunks, chunks_C4=in_order, table_NP=None)
             keys_S = _slots_of(paged, in_order, table_NP, page_size, firsts[-1])
+    padded = starts[-1] < batch.token_ids_T.shape[0]
     return PagedStep(
         positions_T=batch.positions_T, slots_T=batch.slots_T, rotations_XR=rotations_XR, decodes=decodes,
-        chunks=chunks, whole=not many and len(singles) == batch.token_ids_T.shape[0], keys_S=keys_S, spread=spread,
-    )  # fmt: skip
+        chunks=chunks, whole=not many and not padded, padded=padded, keys_S=keys_S, spread=spread)  # fmt: skip
 
 
 def chunk_blocks(lens: list[int], contexts: list[int], length: int | None = None) -> np.ndarray:

@@ -1,9 +1,23 @@
-"""What captured steps stand on and a CPU can test: the grid of sizes, and the copy of the page table."""
+"""What captured steps stand on and a CPU can test: the grid of sizes, the copy of the page table, and the steps
+themselves, run over their buffers with interpreted kernels instead of replayed."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
+import torch
 
 from truegate.cache.pages import PageTable
-from truegate.engine.graphs import grid
+from truegate.config import EngineConfig, fit, resolve
+from truegate.engine.core import Engine
+from truegate.engine.graphs import CHUNK_ROWS, StepGraphs, grid, shapes
+from truegate.engine.start import Parts, facts_of
+from truegate.models import load_model
+from truegate.types import Request, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
 
 def test_the_grid_ends_at_the_largest_batch_and_never_pads_more_than_half():
@@ -31,3 +45,78 @@ def test_a_copy_that_takes_the_writes_is_the_page_table():
         copy.reshape(-1)[places] = table.array[places // width, places % width]
         assert (copy[:, :5] == table.array).all()
     assert not len(table.take_writes(width))
+
+
+def test_every_step_within_the_budget_has_a_shape():
+    for max_running, budget in ((1, 1), (8, 8), (21, 100), (256, 4096), (64, 2048)):
+        made = shapes(max_running, budget)
+        assert len(made) == len(set(made))
+        assert all((d, rows) in made for rows in CHUNK_ROWS if rows <= budget for d in (0, min(64, max_running)))
+        longest = max(rows for _, rows in made)
+        assert longest == CHUNK_ROWS[-1] or budget <= longest < 2 * max(budget, 33)
+
+
+class Uncaptured(StepGraphs):
+    """Runs each step over its buffers when it is replayed; between steps they hold what the last step left."""
+
+    seen: list
+
+    def _capture(self, captured):
+        self.seen = []
+        captured.graph = SimpleNamespace(replay=lambda: (self.seen.append(captured), self._step(captured)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "DeepSeek-V3"])
+def test_captured_steps_give_the_tokens_of_eager_ones(name, tmp_path, monkeypatch):
+    """Prompts beside decodes, chunks with and without a prefix, drawn and greedy answers, routed experts."""
+    pytest.importorskip("triton", reason="the kernels need Triton: pip install triton")
+    from tiny_checkpoints import reference, save
+
+    folder = save(reference(name, num_hidden_layers=2), tmp_path)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    made = []
+    generator = torch.Generator().manual_seed(0)
+    for i, length in enumerate((5, 1, 60)):
+        prompt = tuple(torch.randint(2, 200, (length,), generator=generator).tolist())
+        params = SamplingParams(
+            max_tokens=2 + i,
+            temperature=0.7 * (i % 2),
+            seed=i,
+            ignore_eos=True,
+            return_routed_experts=i == 2,
+        )
+        made.append(Request(request_id=str(i), prompt_token_ids=prompt, params=params))
+    found = []
+    for captures in (False, True):
+        model = load_model(folder)
+        config = EngineConfig(
+            max_running=4, chunked_prefill_tokens=50, page_size=16, self_test=False, kv_cache_gib=0.01
+        )
+        config, num_pages = fit(resolve(config, cuda=False), facts_of(model))
+        parts = Parts(config=config, model=model, tokenizer=None, eos_token_ids=(), num_pages=num_pages)
+        engine = Engine(config, parts)
+        if captures:
+            model.uses_kernels = True
+            steps = engine.runner
+            steps.pool.data.fill_(float("nan"))
+            steps.pool.data.view(-1)[0] = 0.0
+            steps.graphs = Uncaptured(
+                model, steps.pool, steps.table, steps.last_token_buf, steps.load, max_rows=config.chunked_prefill_tokens
+            )
+            steps.runs_ahead = True
+        for request in made:
+            engine.add(request)
+        tokens, routed = {}, None
+        while engine.has_work:
+            for output in engine.step():
+                tokens.setdefault(output.request_id, []).extend(output.token_ids)
+                routed = output.routed if output.routed is not None else routed
+        found.append((tokens, routed, engine.stats().expert_load_LE))
+    assert found[0][0] == found[1][0]
+    assert (found[0][1].ids_TLK == found[1][1].ids_TLK).all()
+    np.testing.assert_allclose(found[1][1].weights_TLK, found[0][1].weights_TLK, rtol=1e-4)
+    assert (found[0][2] == found[1][2]).all(), "padded rows must count for nothing"
+    used = {(one.num_decodes, one.num_rows) for one in steps.graphs.seen}
+    assert {rows > 0 for _, rows in used} == {True, False}
+    assert any(d and rows for d, rows in used)

@@ -20,6 +20,7 @@ class Case:
 
     def __init__(self, parts, *, width: int, dtype: torch.dtype, device: str, seed: int = 0, pool: type = Pool):
         self.generator = torch.Generator().manual_seed(seed)
+        parts = sorted(parts, key=lambda part: part[0] > 1)  # decodes come first
         self.parts, self.dtype, self.device = parts, dtype, device
         most = -(-max(context for _, context in parts) // PAGE)
         num_pages = 1 + most * len(parts)
