@@ -1,15 +1,17 @@
 """Compare the engine's models on a GPU with transformers' on the same GPU, on tiny seeded checkpoints.
 
-    python benchmarks/gpu_parity.py [--only NAME ...] [--jobs 12] [--json FILE]
+    python benchmarks/gpu_parity.py [--only NAME ...] [--jobs 13] [--json FILE]
 
-float32: max |a - b| / max |b| of the logits, at most 1e-4, of one prefill and of mixed batches (decodes beside chunks
-and padded rows, pages scattered, the pool NaN where the sequence did not write). bfloat16, both sides: the share of
-positions whose likeliest token is the same, and the mean and largest KL(transformers || ours), beside what
-transformers itself shows between bfloat16 and float32. One process an architecture. T rows, V vocabulary.
+float32: what benchmarks/parity.py asks on a CPU, in the same modes: max |a - b| / max |b| of the logits, at most 1e-4,
+and 64 greedy tokens after each of 20 prompts through the engine as it serves, CUDA graphs and fused shared experts
+included, none of which may differ. bfloat16, both sides: the share of positions whose likeliest token is the same, and
+the mean and largest KL(transformers || ours), beside what transformers itself shows between bfloat16 and float32. One
+process an architecture. T rows, V vocabulary.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,13 +19,27 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from parity import make_prompts, reference_logits, run_mode, worst
+from parity import (
+    GREEDY_MODES,
+    LIMIT,
+    MODES,
+    NUM_PROMPTS,
+    NUM_TOKENS,
+    compare_greedy,
+    make_prompts,
+    reference_logits,
+    run_mode,
+    worst,
+)
 from tiny_checkpoints import ARCHITECTURES, reference, save
 
+from truegate.config import EngineConfig
+from truegate.engine.start import fuses_shared
+from truegate.law.plan import Choices
 from truegate.models import load_model
 from truegate.models.load import LoadOptions
 
-LIMIT = 1e-4
+SMALL = {"max_running": 16, "chunked_prefill_tokens": 256}  # few sizes to capture
 
 
 def kl(theirs: list[torch.Tensor], ours: list[torch.Tensor]) -> dict[str, float]:
@@ -41,18 +57,27 @@ def compare(name: str, experts: str) -> dict[str, float]:
     theirs = reference(name)
     found, expected = {}, {}
     for dtype in (torch.float32, torch.bfloat16):
+        exact = dtype == torch.float32
         with tempfile.TemporaryDirectory() as folder:
             save(theirs, Path(folder), dtype=dtype)  # both sides read the same, rounded, weights
             ours = load_model(folder, dtype=dtype, device="cuda", options=LoadOptions(experts=experts))
-        if dtype == torch.bfloat16:
+            if exact:
+                fuse = fuses_shared(EngineConfig(device="cuda", experts=experts), Path(folder))
+                options = LoadOptions(experts=experts, choices=Choices(fuse_shared=fuse))
+                as_served = load_model(folder, dtype=dtype, device="cuda", options=options)
+        if not exact:
             expected["own"] = _logits(theirs.to("cuda"), on_gpu)
         expected[dtype] = _logits(_cast(theirs.to("cuda"), dtype), on_gpu)
-        for mode in ("prefill", "mixed"):
+        for mode in MODES if exact else ("prefill", "mixed"):
             got = run_mode(mode, ours, prompts)
-            if dtype == torch.float32:
+            if exact:
                 found[f"fp32 {mode}"] = worst(got, expected[dtype])
             else:
                 found |= {f"bf16 {mode} {key}": value for key, value in kl(expected[dtype], got).items()}
+        if exact:
+            graphs = {"cuda_graphs": True} if experts == "triton" else {}
+            differing = compare_greedy(theirs, as_served, **SMALL, **graphs)
+            found |= {f"greedy {mode}": count for mode, count in differing.items()}
         theirs.to("cpu", torch.float32)
     found |= {f"own {key}": value for key, value in kl(expected["own"], expected[torch.bfloat16]).items()}
     return found
@@ -73,8 +98,9 @@ def _cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
 
 def _apart(name: str, experts: str) -> dict[str, float] | str:
     done = subprocess.run(
-        [sys.executable, __file__, "--one", name, "--experts", experts], capture_output=True, text=True, timeout=300
-    )
+        [sys.executable, __file__, "--one", name, "--experts", experts], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stderr[-1500:]
 
 
@@ -83,7 +109,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(ARCHITECTURES))
     parser.add_argument("--one", choices=list(ARCHITECTURES), help="in this process; prints the figures as JSON")
     parser.add_argument("--experts", default="triton")
-    parser.add_argument("--jobs", type=int, default=12)
+    parser.add_argument("--jobs", type=int, default=len(ARCHITECTURES))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.one:
@@ -94,27 +120,34 @@ def main() -> int:
 
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__, end=" ")
     print("transformers", transformers.__version__, "experts", options.experts)
-    print(f"{'':18}  fp32 logits, relative      bf16 prefill                 bf16 mixed              transformers' own")
-    print(f"{'architecture':18}{'prefill':>10}{'mixed':>10}" + f"{'top-1':>10}{'KL':>9}{'max':>9}" * 3)
     names = options.only or list(ARCHITECTURES)
-    wrong, table = 0, {}
+    tokens = NUM_PROMPTS * NUM_TOKENS
+    print("float32".ljust(18) + "  logits, max relative error".ljust(40) + f"  differing greedy tokens of {tokens}")
+    print(f"{'architecture':18}" + "".join(f"{mode:>10}" for mode in (*MODES, *GREEDY_MODES)), flush=True)
+    table: dict[str, dict[str, float]] = {}
+    agree = 0
     with ThreadPoolExecutor(options.jobs) as pool:
         for name, got in zip(names, pool.map(lambda one: _apart(one, options.experts), names), strict=True):
-            table[name] = got
             if isinstance(got, str):
-                wrong += 1
                 print(f"{name:18} FAILED\n{got}", flush=True)
                 continue
-            line = "".join(f"{got[f'fp32 {mode}']:10.1e}" for mode in ("prefill", "mixed"))
-            for kind in ("bf16 prefill", "bf16 mixed", "own"):
-                line += f"{got[f'{kind} top1']:10.1%}{got[f'{kind} kl']:9.1e}{got[f'{kind} kl_max']:9.1e}"
-            bad = max(got["fp32 prefill"], got["fp32 mixed"]) > LIMIT
-            wrong += bad
-            print(f"{name:18}{line}{'   DIFFERS' if bad else ''}", flush=True)
-    print(f"{len(names) - wrong} of {len(names)} architectures agree in float32 within {LIMIT:.0e}")
+            table[name] = got
+            errors = [got[f"fp32 {mode}"] for mode in MODES]
+            differing = [got[f"greedy {mode}"] for mode in GREEDY_MODES]
+            right = max(errors) <= LIMIT and not any(differing)
+            agree += right
+            row = "".join(f"{error:10.1e}" for error in errors) + "".join(f"{count:10}" for count in differing)
+            print(f"{name:18}{row}{'' if right else '   DIFFERS'}", flush=True)
+    print("bfloat16".ljust(18) + "  prefill".ljust(28) + "  mixed".ljust(28) + "  transformers' own")
+    print(f"{'architecture':18}" + f"{'top-1':>10}{'KL':>9}{'max':>9}" * 3)
+    for name, got in table.items():
+        kinds = ("bf16 prefill", "bf16 mixed", "own")
+        row = "".join(f"{got[f'{k} top1']:10.1%}{got[f'{k} kl']:9.1e}{got[f'{k} kl_max']:9.1e}" for k in kinds)
+        print(f"{name:18}{row}")
+    print(f"{agree} of {len(names)} architectures agree in float32 (logits within {LIMIT:.0e}, 0 differing tokens)")
     if options.json:
         options.json.write_text(json.dumps(table, indent=1))
-    return int(wrong > 0)
+    return int(agree < len(names))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,359 @@
+"""Run every kernel under compute-sanitizer: memcheck and racecheck, at small sizes off every block; a line a kernel.
+
+    python benchmarks/gpu_memcheck.py [--tools memcheck racecheck ...] [--only GROUP ...] [--jobs 16]
+
+Which kernels there are is read from src/truegate/kernels: one that is launched there and not here fails the run, as
+does a flag of one (a constexpr bool, a tensor that may be None) seen in one state only. Expert tilings are those of
+tuned.json. torch's caching allocator is off, so that each tensor ends where its memory ends. Two planted kernels, one
+out of bounds and one with a race, must be found. Without a GPU the groups run interpreted, without the sanitizer.
+"""
+
+import argparse
+import ast
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import chain, product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+ROOT = Path(__file__).parents[1]
+KERNELS = ROOT / "src" / "truegate" / "kernels"
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+OF_THE_DEVICE = {"EARLY", "PRECISE"} | (set() if CUDA else {"SPLIT"})  # flags that say where a kernel runs
+HALF = torch.bfloat16 if CUDA else torch.float16  # the interpreter cannot multiply bf16
+TUNED_PARTS = 4
+
+
+def launched_kernels() -> dict[str, str]:
+    """Module by kernel: the functions under triton.jit that their own module launches as `name[grid](...)`."""
+    found = {}
+    for path in sorted(KERNELS.glob("*.py")):
+        tree = ast.parse(path.read_text())
+        jitted = {
+            node.name for node in tree.body if isinstance(node, ast.FunctionDef)
+            and any(re.match(r"(triton|gluon)\.jit\b", ast.unparse(one)) for one in node.decorator_list)
+        }  # fmt: skip
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                name = ast.unparse(node.func.value)
+                if name in jitted:
+                    found[f"{path.stem}.{name}"] = path.stem
+    return found
+
+
+class Seen:
+    """How often each kernel was launched, in how many forms, and the states of its flags."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[str, dict[str, Any]] = {}
+        for name, module in launched_kernels().items():
+            kernel = getattr(importlib.import_module(f"truegate.kernels.{module}"), name.split(".")[1])
+            self.kernels[name] = {"launches": 0, "forms": set(), "flags": {}}
+            kernel.add_pre_run_hook(self._hook(self.kernels[name], kernel.arg_names))
+
+    @staticmethod
+    def _hook(mine: dict[str, Any], arg_names: list[str]) -> Callable[..., None]:
+        def hook(*args: Any, **kwargs: Any) -> None:
+            values = dict(zip(arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in arg_names}
+            mine["launches"] += 1
+            mine["forms"].add(repr([v if isinstance(v, bool | str | None) else type(v) for v in values.values()]))
+            for key, value in values.items():
+                if isinstance(value, bool):
+                    mine["flags"].setdefault(key, set()).add(value)
+                elif value is None or isinstance(value, torch.Tensor) or "Descriptor" in type(value).__name__:
+                    mine["flags"].setdefault(f"{key} given", set()).add(value is not None)
+
+        return hook
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            name: {**one, "forms": sorted(one["forms"]), "flags": {k: sorted(v) for k, v in one["flags"].items()}}
+            for name, one in self.kernels.items()
+        }
+
+
+def attention_decode() -> None:
+    import attention_cases as cases
+
+    from truegate.kernels import attention
+
+    for dtype, num_splits in product((HALF, torch.float32), (1, 4)):
+        for heads, keys, size in ((6, 2, 40), (5, 1, 64)):
+            case = cases.Case([(1, n) for n in (1, 16, 17, 75)], width=2 * keys * size, dtype=dtype, device=DEVICE)
+            q, kv, scale = cases.gqa(case, heads, keys, size)
+            finite(attention.decode(q, kv, case.step(num_splits=num_splits).decodes, scale=scale))
+        for heads, latent, rotary in ((3, 512, 64), (20, 48, 12)):
+            case = cases.Case([(1, n) for n in (1, 33, 70)], width=latent + rotary, dtype=dtype, device=DEVICE)
+            q, kv, scale = cases.latent(case, heads, latent, rotary)
+            finite(attention.decode(q, kv, case.step(num_splits=num_splits).decodes, scale=scale))
+
+
+def attention_prefill() -> None:
+    import attention_cases as cases
+
+    from truegate.cache.pools import MLAPool
+    from truegate.kernels import attention
+
+    for dtype, parts in product((HALF, torch.float32), ([(5, 5), (3, 40)], [(3, 20), (70, 75), (66, 150)])):
+        for heads, keys, size in ((6, 2, 40), (2, 2, 64)):
+            case = cases.Case(parts, width=2 * keys * size, dtype=dtype, device=DEVICE)
+            q, kv, scale = cases.gqa(case, heads, keys, size)
+            y_THV = torch.empty(q[0].shape, dtype=dtype, device=DEVICE)
+            attention.prefill(q, kv, case.step().chunks, y_THV, scale=scale)
+            finite(y_THV)
+        case = cases.Case(parts, width=40, dtype=dtype, device=DEVICE, pool=MLAPool)
+        q, kv, scale = cases.expanded(case, 3, 16, 8, 24)
+        y_THV = torch.empty((q[0].shape[0], 3, 24), dtype=dtype, device=DEVICE)
+        attention.prefill(q, kv, case.step().spread, y_THV, scale=scale)
+        finite(y_THV)
+
+
+def rows() -> None:
+    """Norms, rotations, stores, gated SiLU, router logits, a row times a matrix: with their twins, which are short."""
+    import norm_cases as cases
+
+    for dtype in (HALF, torch.float32):
+        place = {"dtype": dtype, "device": DEVICE}
+        for add, width in product((False, True), (24, 1100)):
+            cases.check_rms_norm(3, width, add=add, **place)
+        for normed, (heads, size, rotary) in product((False, True), (((4, 2), 32, 32), ((3, 1), 24, 12))):
+            cases.check_rotate_and_store(5, heads, size, rotary, normed=normed, **place)
+        cases.check_store_latent(5, 20, 24, 12, **place)
+        cases.check_silu_mul(3, 1500, **place)
+        for num_rows, biased in product((1, 50, 261), (False, True)):
+            cases.check_gate(num_rows, 70, 200, biased=biased, **place)
+        for biased, add in ((False, True), (True, False)):
+            cases.check_row(601, 72, biased=biased, add=add, **place)
+
+
+def experts() -> None:
+    """Both sides of the weight, biases, activations, slots that are mostly elsewhere, plain products, fp32."""
+    import experts_cases as cases
+
+    from truegate.kernels.tuning import default
+    from truegate.law.spec import Activation
+
+    tilings = [
+        cases.tiling("rows", 1, 4, 128, stages=1), cases.tiling("rows", 1, 4, 128, stages=0),
+        cases.tiling("inline", 16, 32, 32), cases.tiling("ordered", 16, 32, 32),
+        cases.tiling("ordered", 64, 64, 64, tma=True, halve=True, persistent=1),
+        cases.tiling("ordered", 32, 64, 64, halve=True),
+    ]  # fmt: skip
+    for config, activation in zip(tilings, chain.from_iterable([Activation] * 2), strict=False):
+        for at_input in (False, True):
+            one = cases.layer(5, 72, 40, dtype=HALF, device=DEVICE, activation=activation, at_input=at_input,
+                              bias=at_input, unused=(1,))  # fmt: skip
+            finite(cases.run(one, config, *cases.rows(one, 2 if config.path == "rows" else 40, 3)))
+    for sparse, bias in product((False, True), (False, True)):
+        one = cases.layer(5, 72, 40, dtype=HALF, device=DEVICE, bias=bias)
+        one = replace(one, sizes=replace(one.sizes, sparse=sparse))
+        finite(cases.run(one, tilings[1], *cases.rows(one, 2, 3, drop=0.6)))
+    one = cases.layer(5, 72, 40, device=DEVICE)
+    for num_rows in (1, 3, 70):
+        finite(cases.run(one, default(num_rows, 3, 5, 1.0, 4), *cases.rows(one, num_rows, 3)))
+    from truegate.kernels.experts import experts as run
+
+    one, config = cases.layer(5, 72, 40, dtype=HALF, device=DEVICE), tilings[3]
+    x, ids, weights = cases.rows(one, 9, 3)
+    finite(run(x, one.gate_up, one.down, one.biases, ids, weights, one.sizes, config, activate=lambda a, b: a * b))
+
+
+def permute() -> None:
+    from truegate.kernels import experts
+
+    for num_rows, slots, num_slots in ((1, 8, 7), (45, 3, 64), (700, 3, 9), (3000, 2, 300)):
+        ids = torch.randint(-3, num_slots + 3, (num_rows, slots)).to(torch.int32)
+        experts.permute(ids.to(DEVICE), num_slots, 32)
+
+
+def tuned(part: int) -> None:
+    """Every tiling of the tuned table, on rows and matrices that are no multiple of it."""
+    import experts_cases as cases
+
+    from truegate.kernels.tuning import TABLE, from_json
+
+    table = json.loads(TABLE.read_text())
+    entries = [rows.values() for device in table.values() for rows in device["experts"].values()]
+    tilings = sorted({json.dumps(entry) for entry in chain.from_iterable(entries)})
+    one = cases.layer(5, 200, 136, dtype=HALF, device=DEVICE, unused=(1,))
+    for config in (from_json(json.loads(tiling)) for tiling in tilings[part::TUNED_PARTS]):
+        for crowd in (False, True) if config.path == "ordered" else (False,):
+            num_rows = 1 if config.path == "rows" else 20 if config.path == "inline" else 151
+            finite(cases.run(one, config, *cases.rows(one, num_rows, 3, crowd=crowd)))
+
+
+def route(part: int) -> None:
+    """Every routing function and rule of the order law."""
+    import route_cases as cases
+
+    from truegate.kernels.route import Route
+    from truegate.law.contract import SharedLayout
+
+    plans = cases.plans()
+    for number, (_, plan) in enumerate(list(plans.items())[part::TUNED_PARTS]):
+        for num_rows, invalid in ((1, False), (38, True)):
+            inputs = cases.scene(plan, num_rows, device=DEVICE, coarse=True, invalid=invalid)
+            counts = (plan.spec.num_experts, plan.placement.num_slots)
+            loads = [torch.zeros(n, dtype=torch.int64, device=DEVICE) for n in counts] if invalid else (None, None)
+            home = plan.shared_layout is SharedLayout.PER_RANK and invalid
+            home_T = torch.zeros(num_rows, dtype=torch.int64, device=DEVICE) if home else None
+            kernel = Route(plan, rows_a_program=1 + (number + num_rows) % 2 if num_rows > 1 else None)
+            kernel(**inputs, home_T=home_T, load_E=loads[0], load_P=loads[1])
+
+
+GROUPS: dict[str, Callable[[], None]] = {
+    "decode": attention_decode, "prefill": attention_prefill, "rows": rows, "experts": experts, "permute": permute,
+    **{f"tuned {part}": lambda part=part: tuned(part) for part in range(TUNED_PARTS)},
+    **{f"route {part}": lambda part=part: route(part) for part in range(TUNED_PARTS)},
+}  # fmt: skip
+
+
+def finite(y: torch.Tensor) -> None:
+    assert bool(y.isfinite().all()), "a number that must not be read was read"
+
+
+def planted_memcheck() -> None:
+    """Writes one number behind a tensor."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def out_of_bounds(x, N):
+        at = tl.arange(0, 128)
+        tl.store(x + at, at.to(tl.float32), mask=at < N + 1)
+
+    out_of_bounds[(1,)](torch.zeros(100, device="cuda"), 100)
+    torch.cuda.synchronize()
+
+
+def planted_racecheck() -> None:
+    """Reads shared memory that another warp writes, without a barrier."""
+    code = """extern "C" __global__ void race(int* out) {
+        __shared__ int seen[64]; seen[threadIdx.x] = threadIdx.x; out[threadIdx.x] = seen[63 - threadIdx.x]; }"""
+    out = torch.zeros(64, dtype=torch.int32, device="cuda")
+    torch.cuda._compile_kernel(code, "race")((1, 1, 1), (64, 1, 1), (out,))
+    torch.cuda.synchronize()
+
+
+PLANTED = {"memcheck": planted_memcheck, "racecheck": planted_racecheck}
+
+
+def apart(group: str, tool: str | None) -> dict[str, Any]:
+    """Run a group in a process of its own; what it launched, the sanitizer's findings and its summary's number."""
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        report, log = Path(folder) / "seen.json", Path(folder) / "log"
+        command = [sys.executable, __file__, "--group", group, "--report", str(report)]
+        if tool is not None:
+            command = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only", "--log-file",
+                       str(log), *(["--report-api-errors", "no"] if tool == "memcheck" else []), *command]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        found = log.read_text() if log.exists() else ""
+        counts = [int(n) for n in SUMMARY.findall(found)]
+        return {
+            "ok": done.returncode == 0 and report.exists(),
+            "seen": json.loads(report.read_text()) if report.exists() else {},
+            "count": counts[-1] if counts else None,
+            "log": found,
+            "output": (done.stdout + done.stderr)[-3000:],
+        }
+
+
+def uncovered(seen: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Kernels and flags that the groups leave out."""
+    for name, one in seen.items():
+        if not one["launches"]:
+            yield f"{name} is launched by no group"
+        for flag, states in one["flags"].items():
+            if len(states) == 1 and flag not in OF_THE_DEVICE and (True not in states or "given" not in flag):
+                yield f"{name}: {flag} was always {next(iter(states))}"
+
+
+def merged(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    total = {name: {"launches": 0, "forms": set(), "flags": {}} for name in launched_kernels()}
+    for name, one in chain.from_iterable(result["seen"].items() for result in results):
+        total[name]["launches"] += one["launches"]
+        total[name]["forms"] |= set(one["forms"])
+        for flag, states in one["flags"].items():
+            total[name]["flags"].setdefault(flag, set()).update(states)
+    return total
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tools", nargs="*", default=["memcheck", "racecheck"],
+                        choices=("memcheck", "racecheck", "synccheck", "initcheck"))  # fmt: skip
+    parser.add_argument("--only", nargs="+", choices=list(GROUPS))
+    parser.add_argument("--jobs", type=int, default=16 if CUDA else 2)
+    parser.add_argument("--logs", type=Path, help="also write the sanitizer's logs into this folder")
+    parser.add_argument("--group", choices=[*GROUPS, *(f"planted {tool}" for tool in PLANTED)], help=argparse.SUPPRESS)
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.group:
+        return run_group(options.group, options.report)
+    groups = options.only or list(GROUPS)
+    failed: list[str] = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        plain = list(pool.map(lambda group: apart(group, None), groups))  # compiles what the others then load
+        for group, result in zip(groups, plain, strict=True):
+            if not result["ok"]:
+                failed.append(f"{group} failed without the sanitizer:\n{result['output']}")
+        seen = merged(plain)
+        if not options.only:
+            failed += uncovered(seen)
+        tools = options.tools if CUDA else []
+        jobs = [*((g, t) for t in tools for g in groups), *((f"planted {t}", t) for t in tools if t in PLANTED)]
+        results = dict(zip(jobs, pool.map(lambda job: apart(*job), jobs), strict=True))
+    print(f"{torch.cuda.get_device_name() if CUDA else 'interpreted'}, torch {torch.__version__}; compute-sanitizer's "
+          f"findings by kernel, {len(groups)} groups")  # fmt: skip
+    print(f"{'kernel':32}{'launches':>9}{'forms':>7}" + "".join(f"{tool:>11}" for tool in tools))
+    for name, one in seen.items():
+        function = re.compile(rf"\b{name.split('.')[1]}\b")
+        hits = {t: sum(len(function.findall(r["log"])) for (g, tool), r in results.items() if tool == t) for t in tools}
+        print(
+            f"{name:32}{one['launches']:>9}{len(one['forms']):>7}" + "".join(f"{hits[t] or 'clean':>11}" for t in tools)
+        )
+    for (group, tool), result in results.items():
+        if options.logs:
+            options.logs.mkdir(parents=True, exist_ok=True)
+            (options.logs / f"{tool}-{group.replace(' ', '-')}.log").write_text(result["log"] + result["output"])
+        if group.startswith("planted"):
+            print(f"planted fault under {tool}: {'found' if result['count'] else 'NOT FOUND'}")
+            failed += [] if result["count"] else [f"{tool} missed the planted fault:\n{result['log'][-2000:]}"]
+        elif result["count"] != 0 or not result["ok"]:
+            failed.append(
+                f"{tool}, group {group}: {result['count']} findings\n{result['log'][:3000]}{result['output']}"
+            )
+    print("\n".join(failed) or f"clean: {len(seen)} kernels, {len(jobs)} runs")
+    return int(bool(failed))
+
+
+def run_group(group: str, report: Path) -> int:
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "cpu" / "kernels")]
+    if group.startswith("planted"):
+        PLANTED[group.split()[1]]()
+        return 0
+    if not CUDA:
+        import conftest  # noqa: F401  the interpreter's repairs; they import Triton
+    seen = Seen()
+    GROUPS[group]()
+    if CUDA:
+        torch.cuda.synchronize()
+    report.write_text(json.dumps(seen.as_json()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
