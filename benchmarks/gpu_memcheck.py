@@ -14,12 +14,14 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ KERNELS = ROOT / "src" / "truegate" / "kernels"
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 OF_THE_DEVICE = {"EARLY", "PRECISE"} | (set() if CUDA else {"SPLIT"})  # flags that say where a kernel runs
 HALF = torch.bfloat16 if CUDA else torch.float16  # the interpreter cannot multiply bf16
-TUNED_PARTS = 4
+PARTS = 8  # processes that share the longer groups: they mostly wait for the compiler
 
 
 def launched_kernels() -> dict[str, str]:
@@ -68,7 +70,9 @@ class Seen:
         def hook(*args: Any, **kwargs: Any) -> None:
             values = dict(zip(arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in arg_names}
             mine["launches"] += 1
-            mine["forms"].add(repr([v if isinstance(v, bool | str | None) else type(v) for v in values.values()]))
+            mine["forms"].add(
+                repr([getattr(v, "dtype", v if isinstance(v, bool | str) else type(v)) for v in values.values()])
+            )
             for key, value in values.items():
                 if isinstance(value, bool):
                     mine["flags"].setdefault(key, set()).add(value)
@@ -138,10 +142,11 @@ def rows() -> None:
             cases.check_row(601, 72, biased=biased, add=add, **place)
 
 
-def experts() -> None:
-    """Both sides of the weight, biases, activations, slots that are mostly elsewhere, plain products, fp32."""
+def experts(part: int) -> None:
+    """Activations, biases and both sides of the weight; slots that are mostly elsewhere, plain products, fp32."""
     import experts_cases as cases
 
+    from truegate.kernels.experts import experts as run
     from truegate.kernels.tuning import default
     from truegate.law.spec import Activation
 
@@ -151,23 +156,25 @@ def experts() -> None:
         cases.tiling("ordered", 64, 64, 64, tma=True, halve=True, persistent=1),
         cases.tiling("ordered", 32, 64, 64, halve=True),
     ]  # fmt: skip
-    for config, activation in zip(tilings, chain.from_iterable([Activation] * 2), strict=False):
+    plain = cases.layer(5, 72, 40, dtype=HALF, device=DEVICE)
+    exact = cases.layer(5, 72, 40, device=DEVICE)
+    if part < len(tilings):
+        config, activation = tilings[part], list(Activation)[part % len(Activation)]
         for at_input in (False, True):
             one = cases.layer(5, 72, 40, dtype=HALF, device=DEVICE, activation=activation, at_input=at_input,
                               bias=at_input, unused=(1,))  # fmt: skip
             finite(cases.run(one, config, *cases.rows(one, 2 if config.path == "rows" else 40, 3)))
-    for sparse, bias in product((False, True), (False, True)):
-        one = cases.layer(5, 72, 40, dtype=HALF, device=DEVICE, bias=bias)
-        one = replace(one, sizes=replace(one.sizes, sparse=sparse))
-        finite(cases.run(one, tilings[1], *cases.rows(one, 2, 3, drop=0.6)))
-    one = cases.layer(5, 72, 40, device=DEVICE)
-    for num_rows in (1, 3, 70):
-        finite(cases.run(one, default(num_rows, 3, 5, 1.0, 4), *cases.rows(one, num_rows, 3)))
-    from truegate.kernels.experts import experts as run
-
-    one, config = cases.layer(5, 72, 40, dtype=HALF, device=DEVICE), tilings[3]
-    x, ids, weights = cases.rows(one, 9, 3)
-    finite(run(x, one.gate_up, one.down, one.biases, ids, weights, one.sizes, config, activate=lambda a, b: a * b))
+    elif part == len(tilings):
+        for sparse, bias in product((False, True), (False, True)):
+            one = cases.layer(5, 72, 40, dtype=HALF, device=DEVICE, bias=bias)
+            one = replace(one, sizes=replace(one.sizes, sparse=sparse))
+            finite(cases.run(one, tilings[1], *cases.rows(one, 2, 3, drop=0.6)))
+    else:
+        for num_rows in (1, 3, 70):
+            finite(cases.run(exact, default(num_rows, 3, 5, 1.0, 4), *cases.rows(exact, num_rows, 3)))
+        x, ids, weights = cases.rows(plain, 9, 3)
+        sides = (plain.gate_up, plain.down, plain.biases)
+        finite(run(x, *sides, ids, weights, plain.sizes, tilings[3], activate=lambda gate, up: gate * up))
 
 
 def permute() -> None:
@@ -188,7 +195,7 @@ def tuned(part: int) -> None:
     entries = [rows.values() for device in table.values() for rows in device["experts"].values()]
     tilings = sorted({json.dumps(entry) for entry in chain.from_iterable(entries)})
     one = cases.layer(5, 200, 136, dtype=HALF, device=DEVICE, unused=(1,))
-    for config in (from_json(json.loads(tiling)) for tiling in tilings[part::TUNED_PARTS]):
+    for config in (from_json(json.loads(tiling)) for tiling in tilings[part::PARTS]):
         for crowd in (False, True) if config.path == "ordered" else (False,):
             num_rows = 1 if config.path == "rows" else 20 if config.path == "inline" else 151
             finite(cases.run(one, config, *cases.rows(one, num_rows, 3, crowd=crowd)))
@@ -202,7 +209,7 @@ def route(part: int) -> None:
     from truegate.law.contract import SharedLayout
 
     plans = cases.plans()
-    for number, (_, plan) in enumerate(list(plans.items())[part::TUNED_PARTS]):
+    for number, (_, plan) in enumerate(list(plans.items())[part::PARTS]):
         for num_rows, invalid in ((1, False), (38, True)):
             inputs = cases.scene(plan, num_rows, device=DEVICE, coarse=True, invalid=invalid)
             counts = (plan.spec.num_experts, plan.placement.num_slots)
@@ -214,9 +221,8 @@ def route(part: int) -> None:
 
 
 GROUPS: dict[str, Callable[[], None]] = {
-    "decode": attention_decode, "prefill": attention_prefill, "rows": rows, "experts": experts, "permute": permute,
-    **{f"tuned {part}": lambda part=part: tuned(part) for part in range(TUNED_PARTS)},
-    **{f"route {part}": lambda part=part: route(part) for part in range(TUNED_PARTS)},
+    "decode": attention_decode, "prefill": attention_prefill, "rows": rows, "permute": permute,
+    **{f"{run.__name__} {part}": partial(run, part) for run in (experts, tuned, route) for part in range(PARTS)},
 }  # fmt: skip
 
 
@@ -247,6 +253,15 @@ def planted_racecheck() -> None:
     torch.cuda.synchronize()
 
 
+def sanitizer() -> str:
+    """The tool, from the PATH or from where CUDA installs it."""
+    places = (None, "/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
+    found = [tool for tool in (shutil.which("compute-sanitizer", path=place) for place in places) if tool]
+    if not found:
+        sys.exit("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit")
+    return found[0]
+
+
 PLANTED = {"memcheck": planted_memcheck, "racecheck": planted_racecheck}
 
 
@@ -257,7 +272,7 @@ def apart(group: str, tool: str | None) -> dict[str, Any]:
         report, log = Path(folder) / "seen.json", Path(folder) / "log"
         command = [sys.executable, __file__, "--group", group, "--report", str(report)]
         if tool is not None:
-            command = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only", "--log-file",
+            command = [sanitizer(), "--tool", tool, "--target-processes", "application-only", "--log-file",
                        str(log), *(["--report-api-errors", "no"] if tool == "memcheck" else []), *command]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         found = log.read_text() if log.exists() else ""
@@ -321,10 +336,9 @@ def main() -> int:
     print(f"{'kernel':32}{'launches':>9}{'forms':>7}" + "".join(f"{tool:>11}" for tool in tools))
     for name, one in seen.items():
         function = re.compile(rf"\b{name.split('.')[1]}\b")
-        hits = {t: sum(len(function.findall(r["log"])) for (g, tool), r in results.items() if tool == t) for t in tools}
-        print(
-            f"{name:32}{one['launches']:>9}{len(one['forms']):>7}" + "".join(f"{hits[t] or 'clean':>11}" for t in tools)
-        )
+        hits = [sum(len(function.findall(r["log"])) for (_, t), r in results.items() if t == tool) for tool in tools]
+        told = "".join(f"{count or ('clean' if one['launches'] else 'not run'):>11}" for count in hits)
+        print(f"{name:32}{one['launches']:>9}{len(one['forms']):>7}{told}")
     for (group, tool), result in results.items():
         if options.logs:
             options.logs.mkdir(parents=True, exist_ok=True)
