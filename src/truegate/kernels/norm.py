@@ -1,9 +1,11 @@
 """Norms with what surrounds them: residual sums, rotary embedding, the write into the pool; and the gated SiLU.
 
-Invariant: sums and rotations are fp32 inside, whatever the tensors' dtype; each row is computed alone, by one program.
+Invariant: sums and rotations are fp32 inside, whatever the tensors' dtype; a row's result depends on no other row.
 Twin: kernels/ref/norm.py. T rows, D width, H query heads, K key heads, E head size, X positions, R rotary dimensions
 of a head, C latent, W = C + R, F intermediate.
 """
+
+from math import gcd
 
 import torch
 import triton
@@ -11,15 +13,18 @@ import triton.language as tl
 
 from truegate.kernels.launch import cdiv, early, power_of_2, take_turn
 
+MANY = 128  # rows from which rotation works on tiles of several rows
+
 
 @triton.jit
 def _rms_norm_kernel(
     x, residual, weight, y, eps, x_row, D: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr
 ):
-    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     ok = column < D
+    scale = tl.load(weight + column, mask=ok, other=0.0).to(tl.float32)
+    take_turn(EARLY)  # the weight may come before: nothing ahead writes it
     value = tl.load(x + row * x_row + column, mask=ok, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + row * D + column, mask=ok, other=0.0).to(tl.float32)
@@ -27,8 +32,7 @@ def _rms_norm_kernel(
         tl.store(residual + row * D + column, rounded, mask=ok)
         value = rounded.to(tl.float32)  # the norm of what the next layer adds to
     value *= tl.rsqrt(tl.sum(value * value, 0) / D + eps)
-    value *= tl.load(weight + column, mask=ok, other=0.0).to(tl.float32)
-    tl.store(y + row * D + column, value.to(y.dtype.element_ty), mask=ok)
+    tl.store(y + row * D + column, (value * scale).to(y.dtype.element_ty), mask=ok)
 
 
 def rms_norm(
@@ -49,41 +53,60 @@ def rms_norm(
 
 
 @triton.jit
-def _rotated(even, odd, rotations, position, R: tl.constexpr, BLOCK_P: tl.constexpr):
-    """(even + i odd) * (cos + i sin) on the first R / 2 pairs; the others stay."""
-    pair = tl.arange(0, BLOCK_P)
-    ok = pair < R // 2
-    cos = tl.load(rotations + position * R + 2 * pair, mask=ok, other=1.0)
-    sin = tl.load(rotations + position * R + 2 * pair + 1, mask=ok, other=0.0)
-    return even * cos - odd * sin, even * sin + odd * cos
+def _turns(rotations, position_N, ok_N, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Cosines and sines [BLOCK_N, BLOCK_R / 2] of N positions; pairs beyond R stay as they are."""
+    column = tl.arange(0, BLOCK_R)
+    stay = tl.where(column % 2 == 0, 1.0, 0.0)[None, :]
+    ok = ok_N[:, None] & (column < R)[None, :]
+    turns = tl.load(rotations + position_N[:, None] * R + column[None, :], mask=ok, other=stay)
+    return tl.split(tl.reshape(turns, [BLOCK_N, BLOCK_R // 2, 2]))
 
 
 @triton.jit
+def _rotated(x_NR, cos, sin, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):
+    """(even + i odd) * (cos + i sin) of neighbours, which one thread holds: nothing is exchanged."""
+    even, odd = tl.split(tl.reshape(x_NR, [BLOCK_N, BLOCK_R // 2, 2]))
+    return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), [BLOCK_N, BLOCK_R])
+
+
+@triton.jit(do_not_specialize=["T"])
 def _rotate_store_kernel(
-    qkv, weight, rotations, positions, slots, pool, eps, qkv_row, pool_slot,
-    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_P: tl.constexpr, EARLY: tl.constexpr,
+    qkv, weight, rotations, positions, slots, pool, eps, T, qkv_row, pool_slot,
+    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    take_turn(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    column = tl.arange(0, 2 * BLOCK_P)
-    place = head[:, None] * E + column[None, :]
-    ok = (head < H + 2 * K)[:, None] & (column < E)[None, :]
-    source = qkv + row * qkv_row + place
-    raw = tl.load(source, mask=ok, other=0.0)
-    turned = raw.to(tl.float32)
+    """BLOCK_T rows of BLOCK_H heads, which are all queries, all keys or all values."""
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    first = tl.program_id(1) * BLOCK_H
+    column = tl.arange(0, BLOCK_E)
+    ok_t = t < T
+    ok = ok_t[:, None] & (column < E)[None, :]
+    scales = ()
     if NORM:
-        factor = tl.rsqrt(tl.sum(turned * turned, 1) / E + eps)[:, None]
-        weighted = ok & (head < H + K)[:, None]
-        turned *= factor * tl.load(weight + place, mask=weighted, other=0.0).to(tl.float32)
-    even, odd = tl.split(tl.reshape(turned, [BLOCK_H, BLOCK_P, 2]))
-    even, odd = _rotated(even, odd, rotations, tl.load(positions + row), R, BLOCK_P)
-    turned = tl.reshape(tl.join(even, odd), [BLOCK_H, 2 * BLOCK_P])
-    out = tl.where((head >= H + K)[:, None], raw, turned.to(raw.dtype))
-    tl.store(source, out, mask=ok & (head < H)[:, None])
-    stored = pool + tl.load(slots + row).to(tl.int64) * pool_slot + place - H * E
-    tl.store(stored, out, mask=ok & (head >= H)[:, None])
+        for h in tl.static_range(BLOCK_H):
+            ok_w = (column < E) & (first < H + K)
+            scales += (tl.load(weight + (first + h) * E + column, mask=ok_w, other=0.0),)
+    take_turn(EARLY)
+    position = tl.load(positions + t, mask=ok_t, other=0)
+    slot = tl.load(slots + t, mask=ok_t, other=0).to(tl.int64)
+    source = qkv + t.to(tl.int64)[:, None] * qkv_row + first * E + column[None, :]
+    raws = ()  # all on their way before the first is used
+    for h in tl.static_range(BLOCK_H):
+        raws += (tl.load(source + h * E, mask=ok, other=0.0),)
+    if first >= H:
+        stored = pool + slot[:, None] * pool_slot + (first - H) * E + column[None, :]
+    else:
+        stored = source
+    if first >= H + K:
+        for h in tl.static_range(BLOCK_H):
+            tl.store(stored + h * E, raws[h], mask=ok)
+    else:
+        cos, sin = _turns(rotations, position, ok_t, R, BLOCK_T, BLOCK_E)
+        for h in tl.static_range(BLOCK_H):
+            x = raws[h].to(tl.float32)
+            if NORM:
+                x *= tl.rsqrt(tl.sum(x * x, 1) / E + eps)[:, None] * scales[h].to(tl.float32)[None, :]
+            tl.store(stored + h * E, _rotated(x, cos, sin, BLOCK_T, BLOCK_E).to(qkv.dtype.element_ty), mask=ok)
 
 
 def rotate_and_store(
@@ -100,51 +123,83 @@ def rotate_and_store(
     positions_T and slots_T int64. pool_SW: a slot's row is K keys, then K values.
     """
     num_heads, num_keys = heads
-    size = qkv_TX.shape[1] // (num_heads + 2 * num_keys)
+    num_rows, size = qkv_TX.shape[0], qkv_TX.shape[1] // (num_heads + 2 * num_keys)
     weight, eps = (qkv_TX, 0.0) if norm is None else norm
-    block_h = 4  # 2 us at 32 rows; tiles of 16 heads took 10 at 128
-    _rotate_store_kernel[(qkv_TX.shape[0], cdiv(num_heads + 2 * num_keys, block_h))](
-        qkv_TX, weight, rotations_XR, step.positions_T, step.slots_T, pool_SW, eps, qkv_TX.stride(0), pool_SW.stride(0),
-        H=num_heads, K=num_keys, E=size, R=rotations_XR.shape[1], NORM=norm is not None, BLOCK_H=block_h,
-        BLOCK_P=power_of_2(size // 2), num_warps=2, **early(qkv_TX.device),
+    block_e = power_of_2(size)
+    if num_rows < MANY:
+        block_t, block_h, num_warps = 1, gcd(num_heads, num_keys, 4), 1
+    else:  # tiles of 2,048 elements: cosines and sines are read once for two heads
+        block_t, block_h, num_warps = max(1, 2048 // block_e), gcd(num_heads, num_keys, 2), 8
+    _rotate_store_kernel[(cdiv(num_rows, block_t), (num_heads + 2 * num_keys) // block_h)](
+        qkv_TX, weight, rotations_XR, step.positions_T, step.slots_T, pool_SW, eps, num_rows, qkv_TX.stride(0),
+        pool_SW.stride(0), H=num_heads, K=num_keys, E=size, R=rotations_XR.shape[1], NORM=norm is not None,
+        BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_E=block_e, num_warps=num_warps, **early(qkv_TX.device),
     )  # fmt: skip
 
 
 @triton.jit
-def _latent_store_kernel(
-    latent, q_rope, weight, rotations, positions, slots, pool, eps, latent_row, q_row, q_head, pool_slot,
-    H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_P: tl.constexpr, EARLY: tl.constexpr,
+def _store_latents(
+    latent, weight, rotations, positions, slots, pool, eps, T, latent_row, pool_slot,
+    C: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    """BLOCK_T rows of the pool."""
+    c, r = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
+    scale = tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)
     take_turn(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + row)
-    pair = tl.arange(0, BLOCK_P)
-    ok_p = pair < R // 2
-    dtype = pool.dtype.element_ty
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    ok_t = t < T
+    ok_c, ok_r = ok_t[:, None] & (c < C)[None, :], ok_t[:, None] & (r < R)[None, :]
+    position = tl.load(positions + t, mask=ok_t, other=0)
+    stored = pool + tl.load(slots + t, mask=ok_t, other=0).to(tl.int64)[:, None] * pool_slot
+    source = latent + t.to(tl.int64)[:, None] * latent_row
+    value = tl.load(source + c[None, :], mask=ok_c, other=0.0).to(tl.float32)
+    key = tl.load(source + C + r[None, :], mask=ok_r, other=0.0).to(tl.float32)
+    cos, sin = _turns(rotations, position, ok_t, R, BLOCK_T, BLOCK_R)
+    value *= tl.rsqrt(tl.sum(value * value, 1) / C + eps)[:, None] * scale[None, :]
+    tl.store(stored + c[None, :], value.to(pool.dtype.element_ty), mask=ok_c)
+    key = _rotated(key, cos, sin, BLOCK_T, BLOCK_R)
+    tl.store(stored + C + r[None, :], key.to(pool.dtype.element_ty), mask=ok_r)
+
+
+@triton.jit
+def _rotate_queries(
+    q_rope, rotations, positions, T, q_row, q_head,
+    H: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK_R: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """GROUPS times BLOCK_H heads of BLOCK_T rows."""
+    n, r = tl.arange(0, BLOCK_T * BLOCK_H), tl.arange(0, BLOCK_R)
+    head = (tl.program_id(1) - 1) * BLOCK_H * GROUPS + n % BLOCK_H
+    t = tl.program_id(0) * BLOCK_T + n // BLOCK_H
+    ok_n, ok_r = t < T, (r < R)[None, :]
+    source = q_rope + t.to(tl.int64)[:, None] * q_row + head[:, None] * q_head + r[None, :]
+    take_turn(EARLY)
+    position = tl.load(positions + t, mask=ok_n, other=0)
+    raws = ()  # all on their way before the first is used
+    for g in tl.static_range(GROUPS):
+        ok = (ok_n & (head + g * BLOCK_H < H))[:, None] & ok_r
+        raws += (tl.load(source + g * BLOCK_H * q_head, mask=ok, other=0.0),)
+    cos, sin = _turns(rotations, position, ok_n, R, BLOCK_T * BLOCK_H, BLOCK_R)
+    for g in tl.static_range(GROUPS):
+        ok = (ok_n & (head + g * BLOCK_H < H))[:, None] & ok_r
+        out = _rotated(raws[g].to(tl.float32), cos, sin, BLOCK_T * BLOCK_H, BLOCK_R)
+        tl.store(source + g * BLOCK_H * q_head, out.to(q_rope.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _latent_store_kernel(
+    latent, q_rope, weight, rotations, positions, slots, pool, eps, T, latent_row, q_row, q_head, pool_slot,
+    H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr, GROUPS: tl.constexpr, BLOCK_R: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     if tl.program_id(1) == 0:
-        stored = pool + tl.load(slots + row).to(tl.int64) * pool_slot
-        column = tl.arange(0, BLOCK_C)
-        ok_c = column < C
-        value = tl.load(latent + row * latent_row + column, mask=ok_c, other=0.0).to(tl.float32)
-        value *= tl.rsqrt(tl.sum(value * value, 0) / C + eps)
-        value *= tl.load(weight + column, mask=ok_c, other=0.0).to(tl.float32)
-        tl.store(stored + column, value.to(dtype), mask=ok_c)
-        source = latent + row * latent_row + C + 2 * pair
-        k_even = tl.load(source, mask=ok_p, other=0.0).to(tl.float32)
-        k_odd = tl.load(source + 1, mask=ok_p, other=0.0).to(tl.float32)
-        k_even, k_odd = _rotated(k_even, k_odd, rotations, position, R, BLOCK_P)
-        tl.store(stored + C + 2 * pair, k_even.to(dtype), mask=ok_p)
-        tl.store(stored + C + 2 * pair + 1, k_odd.to(dtype), mask=ok_p)
+        _store_latents(
+            latent, weight, rotations, positions, slots, pool, eps, T, latent_row, pool_slot, C, R, BLOCK_T, BLOCK_C,
+            BLOCK_R, EARLY,
+        )  # fmt: skip
     else:
-        head = (tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
-        ok = (head < H)[:, None] & ok_p[None, :]
-        place = q_rope + row * q_row + head[:, None] * q_head + 2 * pair[None, :]
-        even = tl.load(place, mask=ok, other=0.0).to(tl.float32)
-        odd = tl.load(place + 1, mask=ok, other=0.0).to(tl.float32)
-        even, odd = _rotated(even, odd, rotations, position, R, BLOCK_P)
-        tl.store(place, even.to(dtype), mask=ok)
-        tl.store(place + 1, odd.to(dtype), mask=ok)
+        _rotate_queries(q_rope, rotations, positions, T, q_row, q_head, H, R, BLOCK_T, BLOCK_H, GROUPS, BLOCK_R, EARLY)
 
 
 def store_latent(
@@ -162,12 +217,12 @@ def store_latent(
     """
     num_rows, num_heads, rotary = q_rope_THR.shape
     weight_C, eps = norm
-    block_h = min(16, power_of_2(num_heads))
-    _latent_store_kernel[(num_rows, 1 + cdiv(num_heads, block_h))](
-        latent_TW, q_rope_THR, weight_C, rotations_XR, step.positions_T, step.slots_T, pool_SW, eps,
+    block_t, block_h, groups = (1, min(16, power_of_2(num_heads)), 1) if num_rows < MANY else (4, 4, 4)
+    _latent_store_kernel[(cdiv(num_rows, block_t), 1 + cdiv(num_heads, block_h * groups))](
+        latent_TW, q_rope_THR, weight_C, rotations_XR, step.positions_T, step.slots_T, pool_SW, eps, num_rows,
         latent_TW.stride(0), q_rope_THR.stride(0), q_rope_THR.stride(1), pool_SW.stride(0), H=num_heads,
-        C=weight_C.shape[0], R=rotary, BLOCK_C=power_of_2(weight_C.shape[0]), BLOCK_H=block_h,
-        BLOCK_P=power_of_2(rotary // 2), num_warps=2, **early(latent_TW.device),
+        C=weight_C.shape[0], R=rotary, BLOCK_T=block_t, BLOCK_C=power_of_2(weight_C.shape[0]), BLOCK_H=block_h,
+        GROUPS=groups, BLOCK_R=power_of_2(rotary), num_warps=4, **early(latent_TW.device),
     )  # fmt: skip
 
 

@@ -5,6 +5,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels need Triton: pip install triton")
+norm = pytest.importorskip("truegate.kernels.norm")
+FEW = pytest.importorskip("truegate.kernels.gate").FEW
 PLACE = {"dtype": torch.float32, "device": "cpu"}
 
 
@@ -29,16 +31,28 @@ def test_store_latent_is_its_twin(num_heads, latent, rotary):
     cases.check_store_latent(5, num_heads, latent, rotary, **PLACE)
 
 
+def test_tiles_of_several_rows_are_their_twin():
+    num_rows = norm.MANY + 3
+    cases.check_rotate_and_store(num_rows, (4, 2), 32, 16, normed=True, **PLACE)
+    cases.check_rotate_and_store(num_rows, (3, 1), 24, 24, normed=False, **PLACE)
+    cases.check_store_latent(num_rows, 20, 24, 12, **PLACE)
+
+
 @pytest.mark.parametrize("width", [48, 1500])
 def test_silu_mul_is_its_twin(width):
     cases.check_silu_mul(3, width, **PLACE)
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("num_rows", "num_out", "width"), [(1, 8, 64), (5, 20, 300)])
+@pytest.mark.parametrize(("num_rows", "num_out", "width"), [(1, 8, 64), (5, 20, 300), (FEW + 5, 70, 300)])
 def test_router_logits_are_float32s(num_rows, num_out, width, biased):
     for dtype in (torch.float32, torch.float16):
         cases.check_gate(num_rows, num_out, width, biased=biased, dtype=dtype, device="cpu")
+
+
+@pytest.mark.parametrize("num_rows", [3, FEW + 5])
+def test_weights_keep_their_bits(num_rows):
+    cases.check_gate_keeps_bits(num_rows, 20, 320, dtype=torch.float32, device="cpu")
 
 
 @pytest.mark.parametrize(("biased", "add"), [(False, True), (True, False)])
