@@ -87,7 +87,7 @@ def run_mode(mode: str, model: CausalLM, prompts: Sequence[torch.Tensor]) -> lis
         waiting = [[*_spans(most, size), *((i, i + 1) for i in range(most, len(p)))] for p, (size, most) in plans]
         while any(waiting):
             parts = [(n, *spans.pop(0)) for n, spans in enumerate(waiting) if spans]
-            parts = sorted(reversed(parts), key=lambda part: part[2] - part[1] > 1)  # single rows first, as the engine does
+            parts.sort(key=lambda part: (part[2] - part[1] > 1, -part[0]))  # single rows first, as the engine does
             paged.step(parts, pads=3)
         return paged.logits
     size = {"prefill": 10**6, "chunked": 50, "decode": 1}[mode]
