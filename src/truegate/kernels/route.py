@@ -60,7 +60,13 @@ def _divide(a, b):
 def _elementwise(x, SCORE: tl.constexpr, PRECISE: tl.constexpr):
     """s = sigmoid(x) or sqrt(log(1 + exp x)) in fp32."""
     if SCORE == "sigmoid":
-        return _divide(1.0, 1.0 + _exp(-x, PRECISE))
+        b = 1.0 + _exp(-x, PRECISE)
+        if PRECISE:
+            q = libdevice.fast_dividef(0.25, b * 0.25)  # b is at least 1: a quarter of it has a normal inverse
+            # b infinite: q is 0 and the remainder none; NaN stays
+            return tl.fma(tl.maximum(tl.fma(-q, b, 1.0), -1.0), q, q)
+        else:
+            return _divide(1.0, b)
     else:
         z = _exp(-tl.abs(x), PRECISE)
         if PRECISE:
@@ -72,25 +78,112 @@ def _elementwise(x, SCORE: tl.constexpr, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def _best_two(first, second, other_first, other_second):
-    """The two largest of two pairs; equal ones count twice."""
-    return tl.maximum(first, other_first), tl.maximum(tl.minimum(first, other_first), tl.maximum(second, other_second))
+def _most(a, b):
+    """The larger; NaN where one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _kept_groups(key, TOP2: tl.constexpr, KEPT: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, MP: tl.constexpr):
-    """Which experts' groups are among the KEPT best: [GP, MP] bool. A group with a NaN scores NaN and comes last."""
-    high = tl.reshape(tl.where(key == LAST, MOST, key), [GP, MP])
+def _best_two(first, second, other_first, other_second):
+    """The two largest of two pairs; equal ones count twice. A NaN comes first."""
+    return _most(first, other_first), tl.maximum(tl.minimum(first, other_first), tl.maximum(second, other_second))
+
+
+@triton.jit
+def _ordered_key(c, PLAIN: tl.constexpr):
+    """`_key` with NaN last; PLAIN: no c is negative, so its bits are in order."""
+    key = c.to(tl.int32, bitcast=True) if PLAIN else _key(c)
+    return tl.where(c != c, LAST, key)
+
+
+@triton.jit
+def _group_keys(c, TOP2: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, MP: tl.constexpr):
+    """What ranks the groups: [GP]; one with a NaN scores NaN and comes last. c is -inf where no expert is."""
+    c = tl.reshape(c, [GP, MP])
     if TOP2:
-        first, second = tl.reduce((high, tl.full([GP, MP], LEAST, tl.int32)), 1, _best_two)
-        best = _value(first) + _value(second)
+        first, second = tl.reduce((c, tl.full([GP, MP], -float("inf"), tl.float32)), 1, _best_two)
+        best = first + second
     else:
-        best = _value(tl.max(high, 1))
+        best = tl.reduce(c, 1, _most)
+    return tl.where(tl.arange(0, GP) < G, _ordered_key(best, False), LEAST)
+
+
+@triton.jit
+def _best(key, p, j, K: tl.constexpr):
+    """Positions and keys of the K largest keys, best first; of equal ones the lowest position."""
+    ids = tl.zeros_like(j)
+    keys = tl.zeros_like(j)
+    for k in tl.static_range(K):
+        best = tl.max(key, 0)
+        at = tl.min(tl.where(key == best, p, MOST), 0)
+        key = tl.where(p == at, LEAST, key)
+        ids = tl.where(j == k, at, ids)
+        keys = tl.where(j == k, best, keys)
+    return ids, keys
+
+
+@triton.jit
+def _best_of_distinct(key, p, j, K: tl.constexpr, UNUSED: tl.constexpr):
+    """`_best`, the last key and whether it holds: no two of the K are equal. UNUSED: how many keys are LEAST."""
+    ids = tl.zeros_like(j)
+    keys = tl.zeros_like(j)
+    best = MOST
+    for k in tl.static_range(K):
+        best = tl.max(key, 0)
+        same = key == best
+        at = tl.min(tl.where(same, p, MOST), 0)
+        key = tl.where(same, LEAST, key)  # one fewer comparison than p == at; takes all that are equal
+        ids = tl.where(j == k, at, ids)
+        keys = tl.where(j == k, best, keys)
+    return ids, keys, best, tl.sum((key == LEAST).to(tl.int32), 0) == UNUSED + K
+
+
+@triton.jit
+def _choice(x, bias, e, mask, top, total, SCORE: tl.constexpr, SELECT: tl.constexpr, PRECISE: tl.constexpr):
+    """What is ranked: scores, scores plus selection bias, or logits."""
+    c = x
+    if SELECT == "scores":
+        if SCORE == "softmax":
+            c = _divide(_exp(x - top, PRECISE), total)
+        else:
+            c = _elementwise(x, SCORE, PRECISE)
+    if bias is not None:
+        c += tl.load(bias + e) if mask is None else tl.load(bias + e, mask=mask, other=0.0)
+    return c
+
+
+@triton.jit
+def _best_of_groups(
+    c, logits, bias, p, j, top, total, K: tl.constexpr, G: tl.constexpr, M: tl.constexpr, GP: tl.constexpr,
+    MP: tl.constexpr, KP: tl.constexpr, SCORE: tl.constexpr, SELECT: tl.constexpr, TOP2: tl.constexpr,
+    KEPT: tl.constexpr, FILL_KEY: tl.constexpr, PLAIN: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    """`_best` where experts outside the KEPT best groups count as the fill: of those inside alone, where that will do.
+
+    Their logits are read again, which costs less than to move what was computed from them.
+    """
+    group_key = _group_keys(c, TOP2, G, GP, MP)
     g = tl.arange(0, GP)
-    key = tl.where(g < G, tl.where(best != best, LAST, _key(best)), LEAST)
-    ahead = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (g[None, :] < g[:, None]))
-    kept = tl.sum(ahead.to(tl.int32), 1) < KEPT
-    return tl.broadcast_to(kept[:, None], [GP, MP])
+    q = tl.arange(0, KP * MP)
+    group = tl.zeros_like(q)
+    for n in tl.static_range(KEPT):
+        at = tl.min(tl.where(group_key == tl.max(group_key, 0), g, MOST), 0)
+        group_key = tl.where(g == at, LEAST, group_key)
+        group = tl.where(q // MP == n, at, group)
+    e = group * M + q % MP
+    if KP == KEPT and MP == M:
+        key = _ordered_key(_choice(tl.load(logits + e), bias, e, None, top, total, SCORE, SELECT, PRECISE), PLAIN)
+    else:
+        ok = (q // MP < KEPT) & (q % MP < M)
+        x = tl.load(logits + e, mask=ok, other=0.0)
+        key = tl.where(ok, _ordered_key(_choice(x, bias, e, ok, top, total, SCORE, SELECT, PRECISE), PLAIN), LEAST)
+    UNUSED: tl.constexpr = KP * MP - KEPT * M
+    ids, keys, least, distinct = _best_of_distinct(key, group * MP + q % MP, j, K, UNUSED)
+    if not (distinct & (least > FILL_KEY)):  # equal ones, or so few good ones that the fill counts: all of them
+        kept = tl.reshape(tl.broadcast_to(((group_key == LEAST) & (g < G))[:, None], [GP, MP]), [GP * MP])
+        every = tl.where(kept, _ordered_key(c, PLAIN), FILL_KEY)
+        ids, keys = _best(tl.where((p // MP < G) & (p % MP < M), every, LEAST), p, j, K)
+    return ids, keys
 
 
 @triton.jit
@@ -99,7 +192,7 @@ def _route_row(
     chosen_out, identity_out, load_e, load_p, stride, width,
     E: tl.constexpr, NUM_EXPERTS: tl.constexpr, K: tl.constexpr, S: tl.constexpr, JP: tl.constexpr, G: tl.constexpr,
     M: tl.constexpr, GP: tl.constexpr, MP: tl.constexpr, SCORE: tl.constexpr, SELECT: tl.constexpr,
-    GROUPED: tl.constexpr, TOP2: tl.constexpr, KEPT: tl.constexpr, FILL_KEY: tl.constexpr,
+    GROUPED: tl.constexpr, TOP2: tl.constexpr, KEPT: tl.constexpr, KP: tl.constexpr, FILL_KEY: tl.constexpr,
     DENOMINATOR: tl.constexpr, EPS: tl.constexpr, FACTOR: tl.constexpr, KERNEL: tl.constexpr, SHARED: tl.constexpr,
     NUM_SLOTS: tl.constexpr, PER_RANK: tl.constexpr, LAYOUT: tl.constexpr, PAD: tl.constexpr, DROP: tl.constexpr,
     EDGE_SLOTS: tl.constexpr, PRECISE: tl.constexpr,
@@ -125,34 +218,22 @@ def _route_row(
             z = _exp(x - top, PRECISE)
             total = tl.sum(z, 0)
     if SELECT != "hash":
-        c = x
-        if SELECT == "scores":
-            if SCORE == "softmax":
-                c = _divide(z, total)
-            else:
-                c = _elementwise(x, SCORE, PRECISE)
-        if bias is not None:
-            c += tl.load(bias + e, mask=inside, other=0.0)
-        if SELECT == "scores" and bias is None:
-            key = c.to(tl.int32, bitcast=True)  # no score is negative: its bits are in order
-        else:
-            key = _key(c)
-        key = tl.where(c != c, LAST, key)
-        if E < GP * MP:
-            key = tl.where(inside, key, LEAST)
+        c = _choice(x, bias, e, inside, top, total, SCORE, SELECT, PRECISE)
+        PLAIN: tl.constexpr = SELECT == "scores" and bias is None
         if GROUPED:
-            kept = tl.reshape(_kept_groups(key, TOP2, KEPT, G, GP, MP), [GP * MP])
-            key = tl.where(kept, key, FILL_KEY)
+            if E < GP * MP:
+                c = tl.where(inside, c, -float("inf"))
+            ids, keys = _best_of_groups(
+                c, logits, bias, p, j, top, total, K, G, M, GP, MP, KP, SCORE, SELECT, TOP2, KEPT, FILL_KEY, PLAIN,
+                PRECISE,
+            )  # fmt: skip
+        else:
+            key = _ordered_key(c, PLAIN)
             if E < GP * MP:
                 key = tl.where(inside, key, LEAST)
-        ids = tl.zeros([JP], tl.int32)
-        keys = tl.zeros([JP], tl.int32)
-        for k in tl.static_range(K):
-            best = tl.max(key, 0)
-            at = tl.min(tl.where(key == best, p, MOST), 0)  # equal choices: lowest id
-            key = tl.where(p == at, LEAST, key)
-            ids = tl.where(j == k, at, ids)
-            keys = tl.where(j == k, best, keys)
+            ids, keys, _, distinct = _best_of_distinct(key, p, j, K, GP * MP - E)
+            if not distinct:
+                ids, keys = _best(key, p, j, K)
         ids = ids // MP * M + ids % MP
 
     if SELECT == "scores" and bias is None and DENOMINATOR != "softmax_topk":
@@ -228,7 +309,7 @@ def _route(
     identity_out, load_e, load_p, stride, width,
     E: tl.constexpr, NUM_EXPERTS: tl.constexpr, K: tl.constexpr, S: tl.constexpr, JP: tl.constexpr, G: tl.constexpr,
     M: tl.constexpr, GP: tl.constexpr, MP: tl.constexpr, SCORE: tl.constexpr, SELECT: tl.constexpr,
-    GROUPED: tl.constexpr, TOP2: tl.constexpr, KEPT: tl.constexpr, FILL_KEY: tl.constexpr,
+    GROUPED: tl.constexpr, TOP2: tl.constexpr, KEPT: tl.constexpr, KP: tl.constexpr, FILL_KEY: tl.constexpr,
     DENOMINATOR: tl.constexpr, EPS: tl.constexpr, FACTOR: tl.constexpr, KERNEL: tl.constexpr, SHARED: tl.constexpr,
     NUM_SLOTS: tl.constexpr, PER_RANK: tl.constexpr, LAYOUT: tl.constexpr, PAD: tl.constexpr, DROP: tl.constexpr,
     EDGE_SLOTS: tl.constexpr, PRECISE: tl.constexpr, EARLY: tl.constexpr,
@@ -239,7 +320,7 @@ def _route(
         _route_row(
             tl.program_id(0) * ROWS + r, logits, bias, table, token_ids, gate, valid, home, replicas, count, ids_out,
             weights_out, logical_out, chosen_out, identity_out, load_e, load_p, stride, width, E, NUM_EXPERTS, K, S, JP,
-            G, M, GP, MP, SCORE, SELECT, GROUPED, TOP2, KEPT, FILL_KEY, DENOMINATOR, EPS, FACTOR, KERNEL, SHARED,
+            G, M, GP, MP, SCORE, SELECT, GROUPED, TOP2, KEPT, KP, FILL_KEY, DENOMINATOR, EPS, FACTOR, KERNEL, SHARED,
             NUM_SLOTS, PER_RANK, LAYOUT, PAD, DROP, EDGE_SLOTS, PRECISE,
         )  # fmt: skip
 
@@ -270,6 +351,7 @@ class Route:
             "GROUPED": groups is not None and groups.kept < groups.count,
             "TOP2": groups is not None and groups.score is GroupScore.TOP2_SUM,
             "KEPT": groups.kept if groups is not None else 1,
+            "KP": power_of_2(groups.kept) if groups is not None else 1,
             "FILL_KEY": _sortable(groups.fill if groups is not None else 0.0),
             "DENOMINATOR": spec.denominator.value, "EPS": spec.eps, "FACTOR": plan.scales.factors.plan,
             "KERNEL": plan.scales.factors.kernel, "SHARED": plan.scales.factors.shared,

@@ -99,13 +99,19 @@ def plans() -> dict[str, Plan]:
     return found
 
 
-def scene(plan: Plan, num_rows: int, *, device: str, seed: int = 0, coarse: bool, invalid: bool) -> dict:
-    """Inputs of a route call. Coarse logits are eighths: choices tie exactly or differ by far more than rounding."""
+def scene(plan: Plan, num_rows: int, *, device: str, seed: int = 0, coarse: bool, invalid: bool,
+          distinct: bool = False) -> dict:  # fmt: skip
+    """Inputs of a route call. Coarse logits are eighths: choices tie exactly or differ by far more than rounding.
+
+    Distinct ones, without a bias to speak of, do not tie at all.
+    """
     spec, rng = plan.spec, np.random.default_rng(seed)
     size = (num_rows, spec.num_choices)
     logits = rng.integers(-24, 25, size) / 8 if coarse else rng.standard_normal(size) * 2
+    if distinct:
+        logits = rng.permuted(np.tile(np.linspace(-4, 4, size[1]), (num_rows, 1)), axis=1)
     logits = torch.from_numpy(logits).float()
-    if num_rows > 4:
+    if num_rows > 4 and not distinct:
         logits[1] = float("nan")
         logits[2, ::3] = float("nan")
         logits[3] = 1.0
@@ -114,7 +120,7 @@ def scene(plan: Plan, num_rows: int, *, device: str, seed: int = 0, coarse: bool
     if invalid:
         valid = torch.from_numpy(rng.random(num_rows) < 0.7)
         logits[~valid] = float("nan")  # must not reach a valid row, nor any table
-    bias = torch.from_numpy(rng.integers(-512, 513, spec.num_choices) / 256).float()
+    bias = torch.from_numpy(rng.integers(-512, 513, spec.num_choices) / 256).float() * (not distinct)
     tokens = torch.from_numpy(rng.integers(0, 50, num_rows))
     table = torch.from_numpy(np.stack([rng.permutation(spec.num_choices)[: spec.top_k] for _ in range(50)]))
     gated = spec.shared is not None and spec.shared.gate is SharedGate.SIGMOID

@@ -20,6 +20,15 @@ def test_route_is_its_twin(name, invalid):
     cases.check(plan, inputs, device="cpu")
 
 
+GROUPED = [name for name, plan in PLANS.items() if plan.spec.groups is not None]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_rows_without_ties_are_decided_among_the_kept_groups_alone(name):
+    plan = PLANS[name]
+    cases.check(plan, cases.scene(plan, 4, device="cpu", coarse=False, invalid=True, distinct=True), device="cpu")
+
+
 def test_programs_of_several_rows():
     plan = PLANS["fused zero"]
     cases.check(plan, cases.scene(plan, 6, device="cpu", coarse=True, invalid=True), device="cpu", rows=2)
