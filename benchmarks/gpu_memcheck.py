@@ -39,13 +39,16 @@ PARTS = 8  # processes that share the longer groups: they mostly wait for the co
 
 
 def launched_kernels() -> dict[str, str]:
-    """Module by kernel: the functions under triton.jit that their own module launches as `name[grid](...)`."""
-    found = {}
+    """Module by kernel: the functions under triton.jit that their own module launches as `name[grid](...)`.
+
+    On a GPU gluon.jit's too, which cannot be interpreted.
+    """
+    found, jit = {}, re.compile(r"(triton|gluon)\.jit\b" if CUDA else r"triton\.jit\b")
     for path in sorted(KERNELS.glob("*.py")):
         tree = ast.parse(path.read_text())
         jitted = {
             node.name for node in tree.body if isinstance(node, ast.FunctionDef)
-            and any(re.match(r"(triton|gluon)\.jit\b", ast.unparse(one)) for one in node.decorator_list)
+            and any(jit.match(ast.unparse(one)) for one in node.decorator_list)
         }  # fmt: skip
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
