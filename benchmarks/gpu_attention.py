@@ -3,7 +3,8 @@
     python benchmarks/gpu_attention.py [--sweep] [--context 1152]
 
 Decode: a captured pass over as many layers as keep the pool out of the L2 cache, per layer, at each batch size; with
---sweep for several tiles and splits, to choose `_decode_tile` and `num_splits` by. Prefill: 1 and 8 prompts of 1,024.
+--sweep for several tiles and splits, to choose `_decode_tile` and `num_splits` by. Prefill: microseconds of a layer,
+the floor of its operations at the measured matrix rate, and the share of that rate, of prompts and of rows behind some.
 """
 
 import argparse
@@ -21,6 +22,8 @@ PAGE, BANDWIDTH, MATMUL = 16, 4.3e12, 780e12
 TILES = {  # slots, stages, warps
     "gqa": ((64, 5, 4), (32, 5, 4), (64, 7, 4), (128, 5, 8)), "mla": ((32, 5, 8), (32, 5, 4), (64, 3, 8)),
 }  # fmt: skip
+
+PREFILLS = (1, 1024, 1024), (8, 1024, 1024), (1, 8192, 8192), (8, 256, 1280)  # prompts, rows, context after them
 
 
 def timed(run, repeats: int = 20) -> float:
@@ -84,10 +87,10 @@ def decode(kind: str, size: int, context: int, splits: int | None) -> tuple[floa
     return timed(run) / layers, num_bytes / BANDWIDTH * 1e6
 
 
-def prefill(kind: str, count: int, length: int) -> tuple[float, float]:
-    pool, batch = make(kind, [(length, length)] * count, 1)
+def prefill(kind: str, count: int, length: int, context: int) -> tuple[float, float]:
+    pool, batch = make(kind, [(length, context)] * count, 1)
     step = paged_step(batch, pool, torch.zeros(1, 2, device="cuda"))
-    num_rows = count * length
+    num_rows, num_keys = count * length, count * context
 
     def random(*shape):
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
@@ -97,13 +100,13 @@ def prefill(kind: str, count: int, length: int) -> tuple[float, float]:
         q, keys, chunks = (random(num_rows, 32, 128), None), (kv[:, 0], None, kv[:, 1]), step.chunks
         heads, width = 32, 256
     else:
-        kv = random(num_rows, 16, 256)
-        rest = random(num_rows, 1, 64).expand(-1, 16, -1)
+        kv = random(num_keys, 16, 256)
+        rest = random(num_keys, 1, 64).expand(-1, 16, -1)
         q = random(num_rows, 16, 128), random(num_rows, 16, 64)
         keys, chunks = (kv[..., :128], rest, kv[..., 128:]), step.spread
         heads, width = 16, 320
     y = random(num_rows, heads, 128)
-    operations = 2 * count * heads * width * length * (length + 1) / 2
+    operations = 2 * heads * width * count * length * (context - (length - 1) / 2)
     return timed(lambda: attention.prefill(q, keys, chunks, y, scale=0.08)), operations / MATMUL * 1e6
 
 
@@ -183,9 +186,10 @@ def main() -> None:
                     print("   ", splits, tile, type(error).__name__)
             attention._decode_tile = usual
             print("   " + "; ".join(f"{us:.1f} us splits {s} tile {t}" for us, s, t in sorted(found)[:5]), flush=True)
-    for kind, count in itertools.product(("gqa", "mla"), (1, 8)):
-        us, floor = prefill(kind, count, 1024)
-        print(f"{kind} prefill {count} x 1024 {us:7.1f} us  floor {floor:6.1f} ({floor / us:4.0%})", flush=True)
+    for kind, shape in itertools.product(("gqa", "mla"), PREFILLS):
+        us, floor = prefill(kind, *shape)
+        what = "{} x {:<4} to {:<4}".format(*shape)
+        print(f"{kind} prefill {what} {us:7.1f} us  floor {floor:6.1f} ({floor / us:4.0%})", flush=True)
     others()
     rows()
 

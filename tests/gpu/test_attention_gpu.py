@@ -33,11 +33,20 @@ def test_latent_decode_is_its_twin(num_heads, num_splits, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_heads", "num_keys", "size"), [(32, 4, 128), (6, 6, 64)])
+@pytest.mark.parametrize(("num_heads", "num_keys", "size"), [(32, 4, 128), (6, 6, 64), (24, 2, 128), (8, 1, 256)])
 def test_prefill_is_its_twin(num_heads, num_keys, size, dtype):
     one = case(CHUNKS, 2 * num_keys * size, dtype)
     q, keys, scale = cases.gqa(one, num_heads, num_keys, size)
     cases.check_prefill(q, keys, scale, one.step().chunks, size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prefill_takes_decodes_and_a_list_of_fixed_length(dtype):
+    one = case([*CHUNKS, (1, 1), (1, 400)], 2 * 4 * 128, dtype)
+    (q, _), keys, scale = cases.gqa(one, 32, 4, 128)
+    for spare in (0, 7):
+        padded = torch.cat((q, torch.full_like(q, float("nan"))))[: len(q) + spare]
+        cases.check_prefill((padded, None), keys, scale, one.all_chunks(spare=spare), 128)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

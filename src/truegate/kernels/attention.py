@@ -41,11 +41,20 @@ def _tile(base, rows, row_stride, ok, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _whole_tile(base, rows, row_stride, ok, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The same where every row is wanted."""
-    if SIZE != BLOCK:
-        return _tile(base, rows, row_stride, ok, SIZE, BLOCK)
-    return tl.load(base + rows[:, None] * row_stride + tl.arange(0, BLOCK)[None, :])
+def _keys(base, slots, slot_stride, ok, SIZE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """`_tile` of 32-bit slots, of which every one is wanted if WHOLE."""
+    column = tl.arange(0, BLOCK)
+    place = base + (slots.to(tl.int64) * slot_stride)[:, None] + column[None, :]
+    if not WHOLE:
+        mask = ok[:, None]
+        if SIZE != BLOCK:
+            mask = mask & (column < SIZE)[None, :]
+        keys = tl.load(place, mask=mask, other=0.0)
+    elif SIZE != BLOCK:
+        keys = tl.load(place, mask=(column < SIZE)[None, :], other=0.0)
+    else:
+        keys = tl.load(place)
+    return keys
 
 
 @triton.jit
@@ -141,6 +150,35 @@ def _combine_kernel(
     tl.store(out + (d * H + head) * V + column, mixed.to(out.dtype.element_ty), mask=column < V)
 
 
+@triton.jit
+def _prefill_step(
+    q, q_rest, k1, k2, v, k1_slot, k2_slot, v_slot, slots, ok, seen, scale_log2, top, total, acc_bits,
+    E: tl.constexpr, R: tl.constexpr, V: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr, ALIKE: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys for one of queries. WHOLE: every row sees every slot, else those in `seen`; `ok` slots exist.
+
+    A row sees slot 0 in its first step, so its greatest score is finite; q is not scaled, one fma does it in exp2.
+    The sums travel as integers of the same bits, for free: as floats the compiler leaves their product in flight into
+    the next step, and in 128 registers that makes it wait for every single instruction of all products.
+    """
+    keys = _keys(k1, slots, k1_slot, ok, E, BLOCK_E, WHOLE)
+    scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+    if R:
+        rest = _keys(k2, slots, k2_slot, ok, R, BLOCK_R, WHOLE)
+        scores = tl.dot(q_rest, tl.trans(rest), scores, input_precision=PRECISION)
+    values = _keys(v, slots, k1_slot if ALIKE else v_slot, ok, V, BLOCK_V, WHOLE)
+    if not WHOLE:
+        scores = tl.where(seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
+    weights = tl.exp2(scores * scale_log2 - new_top[:, None])
+    alpha = tl.exp2(top - new_top)
+    total = total * alpha + tl.sum(weights, 1)
+    acc = acc_bits.to(tl.float32, bitcast=True) * alpha[:, None]
+    acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
+    return new_top, total, acc.to(tl.int32, bitcast=True)
+
+
 @triton.jit(  # where these begin changes from step to step: one compiled form for all of them
     do_not_specialize=["table_row"], do_not_specialize_on_alignment=["chunks", "blocks", "table"]
 )
@@ -148,73 +186,72 @@ def _prefill_kernel(
     q1, q2, k1, k2, v, out, chunks, blocks, table, scale_log2,
     q1_row, q1_head, q2_row, q2_head, k1_slot, k1_head, k2_slot, k2_head, v_slot, v_head, out_row, out_head, table_row,
     G: tl.constexpr, E: tl.constexpr, R: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, PAGED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, TAIL_S: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    TAIL_STAGES: tl.constexpr, ALIKE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """A tile is BLOCK_M / HEADS rows of HEADS query heads of one key head: few rows waste little on the diagonal."""
     take_turn(EARLY)
-    head, entry = tl.program_id(0), tl.program_id(1)
-    tiles: tl.constexpr = BLOCK_ROWS // BLOCK_M
-    chunk = tl.load(blocks + 2 * (entry // tiles))
-    if chunk < 0:  # NO_BLOCK
-        return
+    ROWS: tl.constexpr = BLOCK_M // HEADS
+    TILES: tl.constexpr = BLOCK_ROWS // ROWS
+    first_head, entry = tl.program_id(0) * HEADS, tl.program_id(1)
+    chunk = tl.load(blocks + 2 * (entry // TILES))
     # the last rows see most: start them first
-    block = tl.load(blocks + 2 * (entry // tiles) + 1) * BLOCK_ROWS + (tiles - 1 - entry % tiles) * BLOCK_M
-    first_row = tl.load(chunks + 4 * chunk).to(tl.int64)
-    num_rows = tl.load(chunks + 4 * chunk + 1)
-    context = tl.load(chunks + 4 * chunk + 2)
-    keys_at = tl.load(chunks + 4 * chunk + 3).to(tl.int64)  # row of the page table, or first row of the keys
-    if block >= num_rows:
+    block = tl.load(blocks + 2 * (entry // TILES) + 1) * BLOCK_ROWS + (TILES - 1 - entry % TILES) * ROWS
+    chunks += 4 * tl.maximum(chunk, 0)
+    first_row = tl.load(chunks)
+    num_rows = tl.load(chunks + 1)
+    context = tl.load(chunks + 2)
+    keys_at = tl.load(chunks + 3)  # row of the page table, or first row of the keys
+    # NO_BLOCK, or past the chunk; one test of all of them, so that all are on their way at once
+    if (chunk < 0) | (block >= num_rows) | (context <= 0) | (first_row < 0) | (keys_at < 0):
         return
-    m = block + tl.arange(0, BLOCK_M)
-    ok_m = m < num_rows
-    rows = first_row + m
-    position = context - num_rows + m
-    q = _tile(q1 + head * q1_head, rows, q1_row, ok_m, E, BLOCK_E)
+    m = block + tl.arange(0, BLOCK_M) // HEADS
+    heads = first_head + tl.arange(0, BLOCK_M) % HEADS
+    q = _tile(q1, (first_row + m).to(tl.int64) * q1_row + heads * q1_head, 1, m < num_rows, E, BLOCK_E)
+    q_rest = q
     if R:
-        q_rest = _tile(q2 + head * q2_head, rows, q2_row, ok_m, R, BLOCK_R)
-    key_head = head // G
+        q_rest = _tile(q2, (first_row + m).to(tl.int64) * q2_row + heads * q2_head, 1, m < num_rows, R, BLOCK_R)
+    key_head = first_head // G
     k1 += key_head * k1_head
     k2 += key_head * k2_head
     v += key_head * v_head
+    if PAGED:
+        table += keys_at.to(tl.int64) * table_row
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    end = tl.minimum(context, context - num_rows + block + BLOCK_M)
-    seen_by_all = (context - num_rows + block + 1) // BLOCK_S * BLOCK_S  # up to here nothing needs a mask
-    for start in range(0, seen_by_all, BLOCK_S):
+    acc_bits = tl.zeros([BLOCK_M, BLOCK_V], tl.int32)
+    before = context - num_rows
+    end = tl.minimum(context, before + block + ROWS)
+    seen_by_all = (before + block + 1) // BLOCK_S * BLOCK_S  # up to here nothing needs a mask
+    for start in tl.range(0, seen_by_all, BLOCK_S, num_stages=STAGES):
         offs = start + tl.arange(0, BLOCK_S)
-        ok = offs >= 0
         if PAGED:
-            slots = tl.load(table + keys_at * table_row + offs // PAGE).to(tl.int64) * PAGE + offs % PAGE
+            slots = tl.load(table + offs // PAGE).to(tl.int32) * PAGE + offs % PAGE
         else:
             slots = keys_at + offs
-        keys = _whole_tile(k1, slots, k1_slot, ok, E, BLOCK_E)
-        scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
-        if R:
-            rest = _whole_tile(k2, slots, k2_slot, ok, R, BLOCK_R)
-            scores = tl.dot(q_rest, tl.trans(rest), scores, input_precision=PRECISION)
-        values = _whole_tile(v, slots, v_slot, ok, V, BLOCK_V)
-        top, total, acc = _online(scores * scale_log2, values, top, total, acc, PRECISION)
-    for start in range(seen_by_all, end, BLOCK_S):
-        offs = start + tl.arange(0, BLOCK_S)
-        ok = offs < end
+        top, total, acc_bits = _prefill_step(
+            q, q_rest, k1, k2, v, k1_slot, k2_slot, v_slot, slots, None, None, scale_log2, top, total, acc_bits,
+            E, R, V, BLOCK_E, BLOCK_R, BLOCK_V, ALIKE, True, PRECISION)  # fmt: skip
+    # read once more: kept over the loop, these and what follows from them would not fit into the registers
+    first_row = tl.load(chunks)
+    num_rows = tl.load(chunks + 1)
+    for start in tl.range(seen_by_all, end, TAIL_S, num_stages=TAIL_STAGES):
+        tail = start + tl.arange(0, TAIL_S)
+        ok = tail < end
         if PAGED:
-            slots = _slots(table + keys_at * table_row, offs, ok, PAGE)
+            tail_slots = tl.load(table + tail // PAGE, mask=ok, other=0).to(tl.int32) * PAGE + tail % PAGE
         else:
-            slots = keys_at + offs
-        keys = _tile(k1, slots, k1_slot, ok, E, BLOCK_E)
-        scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
-        if R:
-            rest = _tile(k2, slots, k2_slot, ok, R, BLOCK_R)
-            scores = tl.dot(q_rest, tl.trans(rest), scores, input_precision=PRECISION)
-        seen = offs[None, :] <= position[:, None]  # position < context, so this also ends the context
-        scores = tl.where(seen, scores * scale_log2, float("-inf"))
-        values = _tile(v, slots, v_slot, ok, V, BLOCK_V)
-        top, total, acc = _online(scores, values, top, total, acc, PRECISION)
+            tail_slots = keys_at + tail
+        seen = (tail - before)[None, :] <= m[:, None]  # a row's position is below the context: this ends it too
+        top, total, acc_bits = _prefill_step(
+            q, q_rest, k1, k2, v, k1_slot, k2_slot, v_slot, tail_slots, ok, seen, scale_log2, top, total, acc_bits,
+            E, R, V, BLOCK_E, BLOCK_R, BLOCK_V, ALIKE, False, PRECISION)  # fmt: skip
+    m = block + tl.arange(0, BLOCK_M) // HEADS
     column = tl.arange(0, BLOCK_V)
-    mask = ok_m[:, None] & (column < V)[None, :]
-    y = acc / tl.where(total == 0, 1.0, total)[:, None]
-    place = out + rows[:, None] * out_row + head * out_head + column[None, :]
+    mask = (m < num_rows)[:, None] & (column < V)[None, :]
+    y = acc_bits.to(tl.float32, bitcast=True) * (1.0 / total)[:, None]
+    place = out + ((first_row + m).to(tl.int64) * out_row + heads * out_head)[:, None] + column[None, :]
     tl.store(place, y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -282,22 +319,24 @@ def prefill(
     context after them, row of the page table), or, where table_NP is None, (.., first row of the keys, which then lie
     in order). The grid depends on the length of blocks_B2 and on shapes only; rows in no block stay as they are.
     """
+    assert scale > 0
     (q1, q2), (k1, k2, v) = q, keys
     num_heads, e_size = q1.shape[1:]
     num_keys, v_size = v.shape[1:]
     r_size = 0 if q2 is None else q2.shape[2]
-    table = chunks.table_NP
-    narrow = q1.element_size() == 2
-    block_m = 128 if narrow else 64
-    _prefill_kernel[(num_heads, chunks.blocks_B2.shape[0] * (chunks.block_rows // block_m))](
+    group, table = num_heads // num_keys, chunks.table_NP
+    tile, options = _prefill_tile(q1, max(e_size, v_size), r_size)
+    heads = min(group & -group, tile["BLOCK_M"] // 8)  # the greatest power of two that divides the group, or 8 rows
+    grid = num_heads // heads, chunks.blocks_B2.shape[0] * (chunks.block_rows * heads // tile["BLOCK_M"])
+    _prefill_kernel[grid](
         q1, q2 if r_size else q1, k1, k2 if r_size else k1, v, y_THV, chunks.chunks_C4, chunks.blocks_B2,
         chunks.chunks_C4 if table is None else table, scale * LOG2_E,
         *_strides(q1, q2 if r_size else q1, k1, k2 if r_size else k1, v), y_THV.stride(0), y_THV.stride(1),
         0 if table is None else table.stride(0),
-        G=num_heads // num_keys, E=e_size, R=r_size, V=v_size, PAGE=chunks.page_size, PAGED=table is not None,
-        BLOCK_ROWS=chunks.block_rows, BLOCK_M=block_m, BLOCK_S=64 if narrow else 32, BLOCK_E=_power(e_size),
-        BLOCK_R=_power(r_size), BLOCK_V=_power(v_size), PRECISION=_precision(q1), num_warps=8 if narrow else 4,
-        num_stages=3 if narrow else 2, **early(q1.device),
+        G=group, E=e_size, R=r_size, V=v_size, PAGE=chunks.page_size, PAGED=table is not None,
+        BLOCK_ROWS=chunks.block_rows, HEADS=heads, BLOCK_E=_power(e_size), BLOCK_R=_power(r_size),
+        BLOCK_V=_power(v_size), ALIKE=k1.stride(0) == v.stride(0), PRECISION=_precision(q1),
+        **tile, **options, **early(q1.device),
     )  # fmt: skip
 
 
@@ -315,6 +354,24 @@ def _decode_tile(e_size: int, q: torch.Tensor, programs: int) -> tuple[int, int,
     if e_size > 256:
         return 32, 5, 4
     return (64, 5, 4) if programs < 32 or 64 < programs < 512 else (32, 5, 4)  # measured at 4, 32, 128 and 512
+
+
+def _prefill_tile(q: torch.Tensor, size: int, r_size: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Tile and launch options. Up to heads of 128, two programs share a multiprocessor: one's exponentials hide behind
+    the other's products. That takes 128 registers a thread and half the shared memory, so fewer slots with a second
+    part. Measured on an H200 (benchmarks/gpu_attention.py); on AMD the compiler decides about registers.
+    """
+    if q.element_size() == 4:
+        block_s = 32 if size <= 128 else 16  # shared memory
+        return {"BLOCK_M": 64, "BLOCK_S": block_s, "TAIL_S": block_s, "STAGES": 2, "TAIL_STAGES": 2}, {"num_warps": 4}
+    if size > 128:
+        return {"BLOCK_M": 128, "BLOCK_S": 64, "TAIL_S": 64, "STAGES": 2, "TAIL_STAGES": 2}, {"num_warps": 8}
+    options = {"num_warps": 8}
+    if torch.version.hip is None:
+        options["maxnreg"] = 128
+    if r_size:
+        return {"BLOCK_M": 128, "BLOCK_S": 32, "TAIL_S": 32, "STAGES": 3, "TAIL_STAGES": 3}, options
+    return {"BLOCK_M": 128, "BLOCK_S": 64, "TAIL_S": 32, "STAGES": 2, "TAIL_STAGES": 2}, options
 
 
 def _precision(q: torch.Tensor) -> str:

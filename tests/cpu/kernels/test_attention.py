@@ -41,7 +41,7 @@ def test_a_context_of_zero_gives_zeros():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter cannot multiply bf16
-@pytest.mark.parametrize(("num_heads", "num_keys", "size"), [(4, 2, 32), (2, 2, 24)])
+@pytest.mark.parametrize(("num_heads", "num_keys", "size"), [(4, 2, 32), (2, 2, 24), (16, 1, 16), (12, 2, 16)])
 def test_prefill_is_its_twin(num_heads, num_keys, size, dtype):
     case = run(CHUNKS, 2 * num_keys * size, dtype)
     q, keys, scale = cases.gqa(case, num_heads, num_keys, size)
