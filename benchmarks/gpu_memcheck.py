@@ -121,10 +121,11 @@ def attention_prefill() -> None:
             attention.prefill(q, kv, case.step().chunks, y_THV, scale=scale)
             finite(y_THV)
         case = cases.Case(parts, width=40, dtype=dtype, device=DEVICE, pool=MLAPool)
-        q, kv, scale = cases.expanded(case, 3, 16, 8, 24)
-        y_THV = torch.empty((q[0].shape[0], 3, 24), dtype=dtype, device=DEVICE)
-        attention.prefill(q, kv, case.step().spread, y_THV, scale=scale)
-        finite(y_THV)
+        q, (keys, rest, values), scale = cases.expanded(case, 3, 16, 8, 24)
+        for v in (values, values.contiguous()):
+            y_THV = torch.empty((q[0].shape[0], 3, 24), dtype=dtype, device=DEVICE)
+            attention.prefill(q, (keys, rest, v), case.step().spread, y_THV, scale=scale)
+            finite(y_THV)
 
 
 def rows() -> None:
