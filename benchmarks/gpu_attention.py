@@ -8,13 +8,12 @@ the floor of its operations at the measured matrix rate, and the share of that r
 """
 
 import argparse
-import functools
 import itertools
 
 import torch
 
 from truegate.cache.pools import MHAPool, MLAPool
-from truegate.kernels import attention, gate, linear, norm
+from truegate.kernels import attention
 from truegate.layers.paged import paged_step
 from truegate.types import Batch
 
@@ -110,59 +109,6 @@ def prefill(kind: str, count: int, length: int, context: int) -> tuple[float, fl
     return timed(lambda: attention.prefill(q, keys, chunks, y, scale=0.08)), operations / MATMUL * 1e6
 
 
-def repeat(one) -> None:
-    for _ in range(10):
-        one()
-
-
-def cast_and_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.linear(x.float(), weight)
-
-
-def rows() -> None:
-    """One row times as many matrices as the L2 cache cannot hold."""
-    for num_out, width in ((5120, 2048), (2048, 4096), (3648, 2048), (2048, 2048)):
-        copies = -(-(200 << 20) // (num_out * width * 2))
-        weights = torch.randn(copies, num_out, width, device="cuda", dtype=torch.bfloat16)
-        x, scale = torch.randn(2, 1, width, device="cuda", dtype=torch.bfloat16)
-        kinds = {
-            "row": lambda w, x=x: linear.row(x, w),
-            "norm and row": lambda w, x=x, scale=scale: linear.norm_row(x, x, (scale[0], 1e-6), w),
-            "torch": lambda w, x=x: torch.nn.functional.linear(x, w),
-        }
-        took = {name: timed(functools.partial(each, one, weights)) / copies for name, one in kinds.items()}
-        floor = num_out * width * 2 / BANDWIDTH * 1e6
-        print(f"1 x {width} -> {num_out}: floor {floor:.1f} us  " + "  ".join(f"{n} {u:.1f}" for n, u in took.items()))
-
-
-def each(one, weights: torch.Tensor) -> None:
-    for weight in weights:
-        one(weight)
-
-
-def others() -> None:
-    for num_rows in (1, 8, 32, 128, 8192):
-        x = torch.randn(num_rows, 2048, device="cuda", dtype=torch.bfloat16)
-        residual, weight = x.clone(), torch.ones(2048, device="cuda", dtype=torch.bfloat16)
-        gates = torch.randn(128, 2048, device="cuda")
-        qkv = torch.randn(num_rows, 5120, device="cuda", dtype=torch.bfloat16)
-        pool, batch = make("gqa", [(1, 16)] * num_rows, 1)
-        batch.slots_T = torch.arange(num_rows, device="cuda") + 16
-        heads = torch.ones(36, 128, device="cuda", dtype=torch.bfloat16), 1e-6
-        rotations = torch.randn(64, 128, device="cuda")
-        took = [
-            timed(functools.partial(repeat, one)) / 10
-            for one in (
-                functools.partial(norm.rms_norm, x, weight, 1e-6, residual),
-                functools.partial(gate.gate, x, gates),
-                functools.partial(cast_and_linear, x, gates),
-                functools.partial(norm.rotate_and_store, qkv, (32, 4), heads, rotations, batch, pool.rows(0)),
-            )
-        ]
-        print(f"T={num_rows:<5} add+norm {took[0]:6.1f} us  gate {took[1]:6.1f} (cast and linear {took[2]:6.1f})  "
-              f"norm, rotate, store {took[3]:6.1f}", flush=True)  # fmt: skip
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", choices=("gqa", "mla"), nargs="*", default=[])
@@ -190,8 +136,6 @@ def main() -> None:
         us, floor = prefill(kind, *shape)
         what = "{} x {:<4} to {:<4}".format(*shape)
         print(f"{kind} prefill {what} {us:7.1f} us  floor {floor:6.1f} ({floor / us:4.0%})", flush=True)
-    others()
-    rows()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""Attention and norm kernels on the device against their twins, at the sizes of real models."""
+"""Attention kernels on the device against their twins, at the sizes of real models."""
 
 import attention_cases as cases
-import norm_cases
 import pytest
 import torch
 
@@ -54,23 +53,3 @@ def test_prefill_over_expanded_latents_is_its_twin(dtype):
     one = case(CHUNKS, 576, dtype, pool=MLAPool)
     q, keys, scale = cases.expanded(one, 16, 128, 64, 128)
     cases.check_prefill(q, keys, scale, one.step().spread, 128)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_are_their_twins(dtype):
-    place = {"dtype": dtype, "device": "cuda"}
-    for width in (2048, 7168, 1536, 24):
-        norm_cases.check_rms_norm(33, width, add=False, **place)
-        norm_cases.check_rms_norm(33, width, add=True, **place)
-    for num_rows in (1, 33, 200):
-        norm_cases.check_rotate_and_store(num_rows, (32, 4), 128, 128, normed=True, **place)
-        norm_cases.check_rotate_and_store(num_rows, (12, 1), 64, 32, normed=False, **place)
-        norm_cases.check_store_latent(num_rows, 16, 512, 64, **place)
-        norm_cases.check_store_latent(num_rows, 128, 512, 64, **place)
-        norm_cases.check_silu_mul(num_rows, 10944, **place)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_router_logits_are_float32s(dtype):
-    for num_rows, num_out, width in ((1, 128, 2048), (33, 256, 7168), (600, 60, 2048)):
-        norm_cases.check_gate(num_rows, num_out, width, biased=num_out == 60, dtype=dtype, device="cuda")
