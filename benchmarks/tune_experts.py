@@ -58,10 +58,12 @@ TILES = {  # by tile height
     128: (
         products((128, 64, 3, 8), (64, 64, 3, 8), halve=True)
         + products((128, 64, 3, 8), (128, 64, 4, 8), (64, 64, 3, 8), (64, 64, 3, 4), tma=True, halve=True)
-        + products((128, 64, 3, 8), tma=True, halve=True, persistent=1),
+        + products((128, 64, 3, 8), tma=True, halve=True, persistent=1)
+        + products((128, 64, 4, 8), tma=True, halve=True, split=True),
         products((256, 64, 3, 8), (256, 64, 4, 8), (128, 64, 3, 8), (128, 64, 3, 4), tma=True, halve=True)
         + products((256, 64, 3, 8), tma=True, halve=True, persistent=1)
-        + products((128, 64, 3, 8), tma=True, halve=True, persistent=2),
+        + products((128, 64, 3, 8), tma=True, halve=True, persistent=2)
+        + products((256, 64, 4, 8), tma=True, halve=True, split=True),
     ),
 }
 

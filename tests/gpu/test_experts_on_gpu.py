@@ -33,6 +33,7 @@ TILINGS = {
     "128 tma": cases.tiling("ordered", 128, 128, 64, stages=3, warps=8, tma=True),
     "128 halved": cases.tiling("ordered", 128, 128, 64, stages=3, warps=8, halve=True),
     "128 tma halved": cases.tiling("ordered", 128, 128, 64, stages=3, warps=8, tma=True, halve=True),
+    "128 split": cases.tiling("ordered", 128, 128, 64, stages=3, warps=8, tma=True, halve=True, split=True),
     "128 tma persistent": cases.tiling("ordered", 128, 128, 64, stages=3, warps=8, tma=True, persistent=1, halve=True),
 }
 
@@ -42,7 +43,7 @@ def rows_of(path):
 
 
 @pytest.mark.parametrize("path", TILINGS)
-@pytest.mark.parametrize(("hidden", "width"), [(256, 192), (200, 136)], ids=["even", "uneven"])
+@pytest.mark.parametrize(("hidden", "width"), [(256, 192), (512, 256), (200, 136)], ids=["even", "tiles", "uneven"])
 def test_experts_are_their_twin_at_every_tiling(path, hidden, width):
     one = cases.layer(16, hidden, width, dtype=torch.bfloat16, device="cuda", unused=(3, 15))
     for num_rows in rows_of(path):
@@ -50,6 +51,16 @@ def test_experts_are_their_twin_at_every_tiling(path, hidden, width):
             x, ids, weights = cases.rows(one, num_rows, 3, seed=num_rows, crowd=crowd)
             got = cases.run(one, TILINGS[path], x, ids, weights)
             assert cases.worst(got, cases.reference(one, x, ids, weights)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("path", ["128 split", "128 tma persistent"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_programs_that_take_many_tiles(path, dtype):
+    one = cases.layer(24, 512, 256, dtype=dtype, device="cuda", unused=(3, 23))
+    for num_rows in (2100, 6001):  # either way of `permute`
+        x, ids, weights = cases.rows(one, num_rows, 6, seed=num_rows)
+        got = cases.run(one, TILINGS[path], x, ids, weights)
+        assert cases.worst(got, cases.reference(one, x, ids, weights)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
@@ -73,7 +84,9 @@ def test_activations_biases_sides_and_dtypes(path, dtype, activation, at_input):
     assert cases.worst(got, cases.reference(one, x, ids, weights)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(("num_rows", "slots", "num_slots"), [(1, 8, 7), (700, 3, 64), (4097, 8, 300)])
+@pytest.mark.parametrize(
+    ("num_rows", "slots", "num_slots"), [(1, 8, 7), (700, 3, 64), (4097, 8, 300), (20001, 8, 32), (9001, 8, 128)]
+)
 def test_permute_is_a_stable_sort_whose_tiles_cover_it(num_rows, slots, num_slots):
     ids = torch.randint(-3, num_slots + 3, (num_rows, slots)).to(torch.int32)
     got = kernels.permute(ids.cuda(), num_slots, 64)
@@ -122,8 +135,8 @@ def test_coefficients_at_every_row_count_are_those_of_one_row(family, part):
 
 
 def test_a_captured_graph_runs_other_rows_and_ids():
-    for path, num_rows in (("rows", 1), ("inline", 7), ("16", 40), ("64 tma", 130)):
-        one = cases.layer(16, 256, 192, dtype=torch.bfloat16, device="cuda")
+    for path, num_rows in (("rows", 1), ("inline", 7), ("16", 40), ("64 tma", 130), ("128 split", 900)):
+        one = cases.layer(16, 512, 256, dtype=torch.bfloat16, device="cuda")
         first, second = (cases.rows(one, num_rows, 3, seed=s) for s in (1, 2))
         live = [t.clone() for t in first]
         cases.run(one, TILINGS[path], *live)

@@ -77,7 +77,7 @@ def test_nothing_valid_gives_zeros(path):
     assert (cases.run(one, PATHS[path], x, ids, torch.full((3, 2), cases.NAN)) == 0).all()
 
 
-@pytest.mark.parametrize(("num_rows", "slots"), [(1, 1), (7, 3), (150, 2), (700, 2)])
+@pytest.mark.parametrize(("num_rows", "slots"), [(1, 1), (7, 3), (150, 2), (700, 2), (2100, 8)])
 @pytest.mark.parametrize("block_m", [16, 64])
 def test_permute_is_a_stable_sort_by_expert_and_its_tiles_cover_it(num_rows, slots, block_m):
     num_slots = 9
