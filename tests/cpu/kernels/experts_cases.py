@@ -35,8 +35,9 @@ def layer(num_slots, hidden, width, *, dtype=torch.float32, device="cpu", activa
 
     clamp = 0.7 if activation is Activation.SWIGLU_CLAMP else None
     sizes = Sizes(
-        num_slots=num_slots, hidden=hidden, width=width, activation=activation, clamp=clamp, at_input=at_input
-    )
+        num_slots=num_slots, hidden=hidden, width=width, activation=activation, clamp=clamp, at_input=at_input,
+        sparse=sparse,
+    )  # fmt: skip
     gate_up, down = draw(num_slots, 2 * width, hidden), draw(num_slots, hidden, width)
     biases = (draw(num_slots, 2 * width), draw(num_slots, hidden)) if bias else (None, None)
     return Layer(gate_up=gate_up, down=down, biases=biases, sizes=sizes, unused=tuple(unused))
