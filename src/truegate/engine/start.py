@@ -4,6 +4,7 @@ Invariant: a model whose self-test failed is never returned.
 """
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -45,6 +46,8 @@ def load_parts(config: EngineConfig) -> Parts:
         raise UserError("device cuda needs triton, which torch's CUDA builds bring on Linux: install it, or use cpu")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    if config.device != "cpu":
+        grow_segments()
     folder = model_folder(config.model)
     dummy = config.load_format == "dummy"
     tokenizer = Tokenizer(folder) if not dummy or (folder / "tokenizer.json").exists() else None
@@ -74,6 +77,19 @@ def load_parts(config: EngineConfig) -> Parts:
         num_pages=num_pages,
         self_test=measured[0] if measured else None,
     )
+
+
+def grow_segments() -> None:
+    """Let torch's allocator grow its segments in place, unless the user has set it up by environment.
+
+    Steps of many sizes otherwise leave segments of which no later step can use the rest: 0.7 GiB of 1.4 on an H200.
+    """
+    set_up = any(f"PYTORCH_{name}ALLOC_CONF" in os.environ for name in ("", "CUDA_", "HIP_"))
+    if not set_up and torch.version.hip is None:
+        change = (
+            getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+        )
+        change("expandable_segments:True")
 
 
 def default_experts(device: str) -> str:
