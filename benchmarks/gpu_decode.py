@@ -3,9 +3,11 @@
     python benchmarks/gpu_decode.py qwen3 [v2lite] [--batch 1 8 32 128] [--out 256] [--eager] [--profile] [--json FILE]
 
 Each batch: prompts of 1,024 random tokens, one engine, no prefix cache. Prefill: tokens over the time from the first
-request to the first token of the last one. Decode: median time between engine steps once all run. Roofline: bytes of
-the step (weights outside experts, the experts that B uniformly routed rows hit, keys and values) over --bandwidth.
-Profile: kernels of steady decode steps as the device ran them: how many a layer, time by name, largest gap.
+request to the first token of the last one, while prompts that are through go on answering (whose tokens are not
+counted); "alone": the same with answers of one token, as engines have it that prefill a whole batch before its first
+decode step. Decode: median time between engine steps once all run. Roofline: bytes of the step (weights outside
+experts, the experts that B uniformly routed rows hit, keys and values) over --bandwidth. Profile: kernels of steady
+decode steps as the device ran them: how many a layer, time by name, largest gap.
 """
 
 import argparse
@@ -223,16 +225,18 @@ def main() -> int:
             run(engine, batch, 4 + batch * PROMPT // options.chunk, seed=batch)  # compiles what this batch needs
             got = run(engine, batch, options.out, seed=1000 + batch)
             floor = roofline_ms(engine.model, batch, PROMPT + options.out // 2, options.bandwidth)
+            alone = batch * PROMPT / run(engine, batch, 1, seed=2000 + batch)["prefill_s"]
             theirs = SGLANG[name][batch] if batch in SGLANG[name] else (float("nan"), float("nan"))
             prefill = batch * PROMPT / got["prefill_s"]
             print(
                 f"{name:7} B={batch:<4} decode {got['step_ms']:7.3f} ms  {batch / got['step_ms'] * 1e3:8.0f} tok/s  "
                 f"roofline {floor:6.2f} ms ({floor / got['step_ms']:4.0%})  SGLang {theirs[0]:6.2f} ms "
-                f"(x{theirs[0] / got['step_ms']:.2f})  prefill {prefill:8.0f} tok/s (x{prefill / theirs[1]:.2f})",
+                f"(x{theirs[0] / got['step_ms']:.2f})  prefill {prefill:8.0f} tok/s (x{prefill / theirs[1]:.2f}), "
+                f"alone {alone:8.0f} (x{alone / theirs[1]:.2f})",
                 flush=True,
             )
             print(f"  prefill, ms a step: {got['prefill_steps_ms']}", flush=True)
-            rows[str(batch)] = {**got, "roofline_ms": floor, "prefill_tok_s": prefill}
+            rows[str(batch)] = {**got, "roofline_ms": floor, "prefill_tok_s": prefill, "alone_tok_s": alone}
             if batch in options.profile:
                 seen = rows[str(batch)]["profile"] = profile(engine, batch)
                 show(seen, layers)
