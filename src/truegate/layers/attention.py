@@ -50,6 +50,7 @@ class Attention(nn.Module):
         """Through the kernels: W_o attention(before(residual + x)), and residual + x."""
         from truegate.kernels import attention, norm
 
+        out_TD = torch.empty_like(residual_TD)
         qkv, residual_TD = self.qkv.normed(before, x_TD, residual_TD)
         rows = pool.rows(self.layer)
         weights = None if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
@@ -59,13 +60,13 @@ class Attention(nn.Module):
         keys = kv[:, 0], None, kv[:, 1]
         if step.whole:
             y_THE = attention.decode(q, keys, step.decodes, scale=self.scale)
-            return self.out(y_THE.flatten(1)), residual_TD
+            return self.out.into(y_THE.flatten(1), out_TD), residual_TD
         y_THE = step.rows_of(qkv, self.num_heads, self.head_dim)
         if step.decodes is not None:
             y_THE[: step.decodes.size] = attention.decode(q, keys, step.decodes, scale=self.scale)
         if step.chunks is not None:
             attention.prefill(q, keys, step.chunks, y_THE, scale=self.scale)
-        return self.out(y_THE.flatten(1)), residual_TD
+        return self.out.into(y_THE.flatten(1), out_TD), residual_TD
 
     def forward(self, x_TD: torch.Tensor, residual_TD: torch.Tensor, step: StepLayout, pool: Pool) -> torch.Tensor:
         qkv = self.qkv(x_TD)

@@ -36,6 +36,17 @@ class Linear(nn.Module):
         y_TO = torch.addmm(residual_TO, x_TI, self._weight_IO)
         return y_TO if self.bias is None else y_TO.add_(self.bias)
 
+    def into(self, x_TI: torch.Tensor, y_TO: torch.Tensor) -> torch.Tensor:
+        """The same written to y_TO (or, for one row, returned as a new tensor).
+
+        Made before what it is computed from, an output leaves no hole below itself when that is freed.
+        """
+        if x_TI.shape[0] == 1:
+            return self(x_TI)
+        if self.bias is None:
+            return torch.mm(x_TI, self.weight.t(), out=y_TO)
+        return torch.addmm(self.bias, x_TI, self.weight.t(), out=y_TO)
+
     def normed(
         self, norm: RMSNorm, x_TI: torch.Tensor | None, residual_TI: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -67,6 +67,7 @@ class MLA(nn.Module):
         """Through the kernels: W_o attention(before(residual + x)), decodes absorbed, chunks expanded; residual + x."""
         from truegate.kernels import norm
 
+        out_TD = torch.empty_like(residual_TD)
         down, residual_TD = self.down.normed(before, x_TD, residual_TD)
         q_nope, q_rope, latent = self._split(down)
         weights = self.kv_norm.weight, self.kv_norm.eps
@@ -75,14 +76,14 @@ class MLA(nn.Module):
         if step.whole:
             y_THV = down.new_empty(shape)
             self._paged_decodes(q_nope, q_rope, step.decodes, pool, y_THV)
-            return self.out(y_THV.flatten(1)), residual_TD
+            return self.out.into(y_THV.flatten(1), out_TD), residual_TD
         y_THV = step.rows_of(down, *shape[1:])
         if step.decodes is not None:
             size = step.decodes.size
             self._paged_decodes(q_nope[:size], q_rope[:size], step.decodes, pool, y_THV[:size])
         if step.chunks is not None:
             self._paged_chunks(q_nope, q_rope, step, pool, y_THV)
-        return self.out(y_THV.flatten(1)), residual_TD
+        return self.out.into(y_THV.flatten(1), out_TD), residual_TD
 
     def _paged_decodes(
         self, q_nope: torch.Tensor, q_rope: torch.Tensor, decodes: PagedDecodes, pool: Pool, y_DHV: torch.Tensor
