@@ -112,14 +112,13 @@ class Runner:
             ids_TLK, weights_TLK = batch.recorder.stacked()
             self.load.count(ids_TLK, batch.valid_T)
             launched.routed = (ids_TLK, weights_TLK) if routed else None
-        if batch.logit_rows_M.shape[0]:
-            every_row = len(sampled) == hidden_TD.shape[0]  # then the logit rows are all rows, in order
-            logits_MV = self.model.logits(hidden_TD if every_row else hidden_TD[batch.logit_rows_M])
-            if sampled:
-                logits_SV = logits_MV[: len(sampled)]
-                launched.tokens_S, launched.described = self.sampler.sample(logits_SV, sampled)
-                self._keep_tokens(launched)
-            launched.prompt_described = _describe_prompts(prompts, logits_MV[len(sampled) :])
+        if sampled:
+            every_row = len(sampled) == hidden_TD.shape[0]  # then the sampling rows are all rows, in order
+            rows_S = batch.logit_rows_M[: len(sampled)]
+            logits_SV = self.model.logits(hidden_TD if every_row else hidden_TD[rows_S])
+            launched.tokens_S, launched.described = self.sampler.sample(logits_SV, sampled)
+            self._keep_tokens(launched)
+        launched.prompt_described = self._describe_prompts(prompts, hidden_TD, batch.logit_rows_M[len(sampled) :])
         return launched.fetch(self.device)
 
     def _replay(self, captured: Captured, chunks: list[Chunk], routed: bool) -> Launched:
@@ -133,6 +132,22 @@ class Runner:
         if routed:
             launched.routed = self.graphs.routed(captured, chunks)
         return launched
+
+    def _describe_prompts(
+        self, prompts: list[tuple[Chunk, int]], hidden_TD: torch.Tensor, rows_M: torch.Tensor
+    ) -> list[tuple[Chunk, Described]]:
+        """What was asked about prompt tokens, which rows_M predict: first those of the first chunk."""
+        described = []
+        for chunk, count in prompts:
+            mine, rows_M = rows_M.tensor_split([count])
+            params = chunk.sequence.params
+            positions = range(chunk.start + 1, chunk.start + 1 + count)  # these logits speak about
+            described.append((chunk, describe(
+                lambda run, mine=mine: self.model.logits(hidden_TD[mine[run]]),
+                self._tensor(chunk.sequence.tokens[positions.start : positions.stop]), self.model.vocab_size,
+                list(positions), [params.prompt_logprobs] * count, [list(params.logprob_token_ids)] * count,
+            )))  # fmt: skip
+        return described
 
     def _keep_tokens(self, launched: Launched) -> None:
         """For the next step, which may be launched before the host knows them."""
@@ -205,17 +220,3 @@ def _prompt_rows(chunk: Chunk) -> int:
     if one.params.prompt_logprobs is None or one.num_output or one.in_flight:
         return 0
     return max(0, min(chunk.start + chunk.size, one.prompt_length - 1) - chunk.start)
-
-
-def _describe_prompts(prompts: list[tuple[Chunk, int]], logits_RV: torch.Tensor) -> list[tuple[Chunk, Described]]:
-    described, start = [], 0
-    for chunk, count in prompts:
-        params = chunk.sequence.params
-        following = chunk.sequence.tokens[chunk.start + 1 : chunk.start + 1 + count]
-        token_R = on_device(np.array(following, dtype=np.int64), logits_RV.device)
-        listed = [list(params.logprob_token_ids)] * count
-        rows = list(range(chunk.start + 1, chunk.start + 1 + count))  # the positions these logits speak about
-        logits = logits_RV[start : start + count]
-        described.append((chunk, describe(logits, token_R, rows, [params.prompt_logprobs] * count, listed)))
-        start += count
-    return described

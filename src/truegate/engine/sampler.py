@@ -7,6 +7,7 @@ through the row's cumulative distribution in vocabulary order. Log-probabilities
 M rows, V vocabulary, R rows that draw at random.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ from truegate.layers.paged import on_device, to_device
 from truegate.sched.sequence import Sequence
 from truegate.types import SamplingParams, TokenLogprobs
 
+SLICE = 1 << 22  # logits worked on together; all of a step's would need 40 bytes each: 1.5 GiB at 256 rows of 152,000
 _MASK64 = (1 << 64) - 1
 _COLDEST = torch.finfo(torch.float32).tiny  # a lower temperature would round to 0 and divide 0 by 0
 
@@ -105,28 +107,36 @@ class Described:
         }
 
 
+def slices(num_rows: int, vocab_size: int) -> list[slice]:
+    """The rows in runs of about SLICE logits."""
+    step = max(1, SLICE // vocab_size)
+    return [slice(start, start + step) for start in range(0, num_rows, step)]
+
+
 def describe(
-    logits_RV: torch.Tensor, token_R: torch.Tensor, rows: list[int], num_top: list[int], listed: list[list[int]]
+    logits_of: Callable[[slice], torch.Tensor],
+    token_R: torch.Tensor,
+    vocab_size: int,
+    rows: list[int],
+    num_top: list[int],
+    listed: list[list[int]],
 ) -> Described:
-    """log softmax(logits) at the token, its rank (1 + how many are likelier), the top k and the listed ids."""
-    logprobs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
-    logprob_R1 = logprobs_RV.gather(1, token_R[:, None])
-    width = min(max(num_top), logits_RV.shape[1])
-    longest = max(map(len, listed))
-    ids_RL = None
-    if longest:
-        padded = [ids + [0] * (longest - len(ids)) for ids in listed]
-        ids_RL = _index(padded, logits_RV)
-    return Described(
-        rows,
-        num_top,
-        listed,
-        token_R,
-        logprob_R1[:, 0],
-        (logprobs_RV > logprob_R1).sum(1) + 1,
-        tuple(logprobs_RV.topk(width, dim=1)) if width else None,
-        logprobs_RV.gather(1, ids_RL) if ids_RL is not None else None,
-    )
+    """log softmax(logits) at the token, its rank (1 + how many are likelier), the top k and the listed ids.
+
+    logits_of(some of the R positions) gives their logits_RV, a few positions at a time.
+    """
+    width, longest = min(max(num_top), vocab_size), max(map(len, listed))
+    ids_RL = _index([ids + [0] * (longest - len(ids)) for ids in listed], token_R) if longest else None
+    parts: list[list[torch.Tensor]] = []
+    for run in slices(len(rows), vocab_size):
+        logprobs_RV = torch.log_softmax(logits_of(run).float(), dim=-1)
+        logprob_R1 = logprobs_RV.gather(1, token_R[run, None])
+        found = [logprob_R1[:, 0], (logprobs_RV > logprob_R1).sum(1) + 1]
+        found += logprobs_RV.topk(width, dim=1) if width else ()
+        parts.append(found if ids_RL is None else [*found, logprobs_RV.gather(1, ids_RL[run])])
+    logprob_R, rank_R, *more = map(torch.cat, zip(*parts, strict=True))
+    top_RK = (more[0], more[1]) if width else None
+    return Described(rows, num_top, listed, token_R, logprob_R, rank_R, top_RK, more[-1] if longest else None)
 
 
 class Sampler:
@@ -164,7 +174,9 @@ class Sampler:
         rows = [draws[i] for i in wanted]
         num_top, listed = [one.num_top for one in rows], [one.listed for one in rows]
         wanted_R = _index(wanted, tokens_M)
-        return tokens_M, describe(logits_MV[wanted_R], tokens_M[wanted_R], wanted, num_top, listed)
+        return tokens_M, describe(
+            lambda run: logits_MV[wanted_R[run]], tokens_M[wanted_R], self.vocab_size, wanted, num_top, listed
+        )
 
     def _adjust(self, logits_MV: torch.Tensor, sequences: list[Sequence], draws: list[Draw]) -> torch.Tensor:
         """logits with bias, penalties and forbidden tokens; the argument itself if no row asks for any."""
@@ -186,13 +198,14 @@ class Sampler:
             adjusted_MV.index_put_((index[0], index[1]), _column(values, logits_MV)[:, 0], accumulate=True)
         if penalised:
             self._count([sequences[i] for i in penalised])
-            slots, rows_R = _index([[sequences[i].slot for i in penalised], penalised], logits_MV)
-            adjusted_MV[rows_R] = penalise(
-                adjusted_MV[rows_R],
-                self._output_buf[slots],
-                self._prompt_buf[slots],
-                [draws[i].params for i in penalised],
-            )
+            for some in (penalised[run] for run in slices(len(penalised), self.vocab_size)):
+                slots, rows_R = _index([[sequences[i].slot for i in some], some], logits_MV)
+                adjusted_MV[rows_R] = penalise(
+                    adjusted_MV[rows_R],
+                    self._output_buf[slots],
+                    self._prompt_buf[slots],
+                    [draws[i].params for i in some],
+                )
         if forbidden:
             index = _index(forbidden, logits_MV).T
             adjusted_MV[index[0], index[1]] = float("-inf")
@@ -239,6 +252,11 @@ def draw_tokens(logits_RV: torch.Tensor, params: list[SamplingParams], uniform: 
 
     A row with NaN, which only a broken model gives, has no such token: it draws some id, as argmax would.
     """
+    runs = slices(*logits_RV.shape)
+    return torch.cat([_draw_tokens(logits_RV[run], params[run], uniform[run]) for run in runs])
+
+
+def _draw_tokens(logits_RV: torch.Tensor, params: list[SamplingParams], uniform: list[float]) -> torch.Tensor:
     logits_RV = logits_RV.float()
     # the maximum goes first: a tiny temperature must not overflow to inf - inf
     temperature_R1 = _column([max(one.temperature, _COLDEST) for one in params], logits_RV)

@@ -7,6 +7,7 @@ import torch
 from schedules import EOS, VOCAB, Toy, expected
 
 from truegate.config import EngineConfig
+from truegate.engine import sampler
 from truegate.engine.core import Engine
 from truegate.engine.start import Parts
 from truegate.errors import UserError
@@ -106,7 +107,8 @@ def test_the_second_of_n_answers_finds_the_prompt_in_the_prefix_cache():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_prompt_logprobs_are_the_models_under_chunks_cache_hits_and_batching(overlap):
+def test_prompt_logprobs_are_the_models_under_chunks_cache_hits_and_batching(overlap, monkeypatch):
+    monkeypatch.setattr(sampler, "SLICE", 5 * VOCAB)  # chunks of 16 rows come in four pieces
     prompt = [3 + (7 * i) % 50 for i in range(50)]
     engine = make_engine(overlap=overlap)
     engine.add(request("warm", prompt, temperature=0.0, max_tokens=2))

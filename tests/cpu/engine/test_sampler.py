@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from truegate.engine import sampler
 from truegate.engine.sampler import Draw, Sampler, _uniform, draw_tokens, kept_tokens
 from truegate.errors import UserError
 from truegate.sched.sequence import Sequence
@@ -82,7 +83,9 @@ def random_params(rng):
     )
 
 
-def test_every_row_of_a_mixed_batch_follows_the_reference_distribution():
+@pytest.mark.parametrize("together", [sampler.SLICE, 2 * VOCAB])
+def test_every_row_of_a_mixed_batch_follows_the_reference_distribution(together, monkeypatch):
+    monkeypatch.setattr(sampler, "SLICE", together)
     rng, generator = random.Random(1), torch.Generator().manual_seed(1)
     decided = 0
     for _ in range(150):
@@ -227,6 +230,31 @@ def test_plain_greedy_rows_touch_nothing_but_argmax():
     tokens, described = sampler.sample(torch.eye(3, VOCAB), rows)
     assert tokens.tolist() == [0, 1, 2]
     assert described is None
+
+
+def test_no_more_logits_are_worked_on_together_than_a_slice_and_every_row_keeps_its_own(monkeypatch):
+    """A step's logits all at once would need gigabytes; 11 rows in slices of 4."""
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(11, VOCAB, generator=generator)
+    params = [SamplingParams(temperature=0.5 + i, top_p=0.3 + 0.05 * i, top_k=i % 3 * 9) for i in range(11)]
+    uniform = torch.rand(11, generator=generator).tolist()
+    together = draw_tokens(logits, params, uniform)
+    tokens, num_top = logits.argmin(1), [i % 4 for i in range(11)]
+    listed, rows = [[3] * (i % 2) for i in range(11)], list(range(11))
+    whole = sampler.describe(lambda run: logits[run], tokens, VOCAB, rows, num_top, listed).read()
+    monkeypatch.setattr(sampler, "SLICE", 4 * VOCAB + 1)
+    asked = []
+    inner = sampler._draw_tokens
+    monkeypatch.setattr(sampler, "_draw_tokens", lambda part, *rest: asked.append(len(part)) or inner(part, *rest))
+    assert torch.equal(draw_tokens(logits, params, uniform), together)
+    assert asked == [4, 4, 3]
+
+    def some(run):
+        asked.append(len(logits[run]))
+        return logits[run]
+
+    assert sampler.describe(some, tokens, VOCAB, rows, num_top, listed).read() == whole
+    assert asked == [4, 4, 3] * 2
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-46, 1e-39])
