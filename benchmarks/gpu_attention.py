@@ -102,7 +102,7 @@ def prefill(kind: str, count: int, length: int, context: int) -> tuple[float, fl
         kv = random(num_keys, 16, 256)
         rest = random(num_keys, 1, 64).expand(-1, 16, -1)
         q = random(num_rows, 16, 128), random(num_rows, 16, 64)
-        keys, chunks = (kv[..., :128], rest, kv[..., 128:]), step.spread
+        keys, chunks = (kv[..., :128], rest, kv[..., 128:]), step.expanded[0].chunks
         heads, width = 16, 320
     y = random(num_rows, heads, 128)
     operations = 2 * heads * width * count * length * (context - (length - 1) / 2)

@@ -52,4 +52,4 @@ def test_prefill_takes_decodes_and_a_list_of_fixed_length(dtype):
 def test_prefill_over_expanded_latents_is_its_twin(dtype):
     one = case(CHUNKS, 576, dtype, pool=MLAPool)
     q, keys, scale = cases.expanded(one, 16, 128, 64, 128)
-    cases.check_prefill(q, keys, scale, one.step().spread, 128)
+    cases.check_prefill(q, keys, scale, one.step().expanded[0].chunks, 128)

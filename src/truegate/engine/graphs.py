@@ -17,6 +17,7 @@ from truegate.cache.pages import PageTable
 from truegate.cache.pools import MLAPool
 from truegate.layers.paged import (
     NO_BLOCK,
+    Expanded,
     PagedChunks,
     PagedDecodes,
     PagedStep,
@@ -196,7 +197,7 @@ class StepGraphs:
     ) -> PagedStep:
         num_decodes, page_size = captured.num_decodes, self.pool.page_size
         position, place, slot, context = fields_FX[1:].unbind(0)
-        decodes = chunks = spread = keys_S = None
+        decodes, chunks, expanded = None, None, ()
         if num_decodes:
             decodes = PagedDecodes(
                 rows_D=self._rows_buf[:num_decodes], seqs_D=slot[:num_decodes].int(),
@@ -207,7 +208,7 @@ class StepGraphs:
             numbers = {"chunks_C4": chunks_C4.int(), "blocks_B2": blocks_B2.int()}
             chunks = PagedChunks(**numbers, table_NP=table_NP, page_size=page_size)
             if self.expands:
-                spread, keys_S = chunks, place[num_decodes:]
+                chunks, expanded = None, (Expanded(slots_S=place[num_decodes:], chunks=chunks),)
         return PagedStep(
             positions_T=position, slots_T=place, rotations_XR=self.model.cosines_XR, decodes=decodes, chunks=chunks,
-            whole=not captured.num_rows, keys_S=keys_S, spread=spread)  # fmt: skip
+            whole=not captured.num_rows, expanded=expanded)  # fmt: skip

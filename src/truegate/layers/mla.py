@@ -14,7 +14,7 @@ from truegate.cache.pools import Pool
 from truegate.layers.layout import Chunk, Decodes, StepLayout
 from truegate.layers.linear import Linear
 from truegate.layers.norm import RMSNorm
-from truegate.layers.paged import PagedDecodes, PagedStep
+from truegate.layers.paged import Expanded, PagedDecodes, PagedStep
 from truegate.layers.rope import rotate_
 
 
@@ -81,8 +81,8 @@ class MLA(nn.Module):
         if step.decodes is not None:
             size = step.decodes.size
             self._paged_decodes(q_nope[:size], q_rope[:size], step.decodes, pool, y_THV[:size])
-        if step.chunks is not None:
-            self._paged_chunks(q_nope, q_rope, step, pool, y_THV)
+        for part in step.expanded:
+            self._paged_chunks(q_nope, q_rope, part, pool, y_THV)
         return self.out.into(y_THV.flatten(1), out_TD), residual_TD
 
     def _paged_decodes(
@@ -98,15 +98,15 @@ class MLA(nn.Module):
         torch.bmm(mixed_DHC.transpose(0, 1), self._value_up_HVC.transpose(1, 2), out=y_DHV.transpose(0, 1))
 
     def _paged_chunks(
-        self, q_nope: torch.Tensor, q_rope: torch.Tensor, step: PagedStep, pool: Pool, y_THV: torch.Tensor
+        self, q_nope: torch.Tensor, q_rope: torch.Tensor, part: Expanded, pool: Pool, y_THV: torch.Tensor
     ) -> None:
         from truegate.kernels import attention
 
-        latent, k_rope = pool.read(self.layer, step.keys_S).split((self.kv_rank, self.rope_dim), dim=-1)
+        latent, k_rope = pool.read(self.layer, part.slots_S).split((self.kv_rank, self.rope_dim), dim=-1)
         kv_SHX = F.linear(latent, self.kv_up.flatten(0, 1)).unflatten(1, (self.num_heads, -1))
         k_nope, v = kv_SHX.split((self.nope_dim, self.value_dim), dim=-1)
         keys = k_nope, k_rope[:, None].expand(-1, self.num_heads, -1), v
-        attention.prefill((q_nope, q_rope), keys, step.spread, y_THV, scale=self.scale)
+        attention.prefill((q_nope, q_rope), keys, part.chunks, y_THV, scale=self.scale)
 
     def _split(self, down_TX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q_nope_THU, q_rope_THR and latent_TW as projected: not yet normed or rotated."""

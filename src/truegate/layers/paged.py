@@ -15,6 +15,9 @@ import torch
 from truegate.cache.pools import MLAPool, Pool
 from truegate.types import Batch
 
+EXPANDED = (
+    1 << 15
+)  # slots of contexts whose keys and values latent attention holds at a time: 256 MiB at 16 heads in bf16
 BLOCK_ROWS = 128  # rows of one entry of the work list; tiles of the prefill kernel divide it
 NO_BLOCK = -1  # the chunk of an entry that only fills the list up
 
@@ -55,12 +58,23 @@ class PagedChunks:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Expanded:
+    """Chunks whose contexts latent attention expands to keys and values, once a layer, before it attends to them.
+
+    slots_S are the pool slots of the contexts in a row, as `chunks` numbers them.
+    """
+
+    slots_S: torch.Tensor
+    chunks: PagedChunks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PagedStep:
     """One step for the kernels: the decodes' rows, 0..D-1, come first; `whole` where they are all, `padded` where some
     rows belong to nobody.
 
-    `keys_S` are the pool slots of all chunks' contexts in a row, as `spread` numbers them: latent attention expands
-    them to keys and values once a layer. rotations_XR holds cosines at even and sines at odd columns.
+    `expanded` stands for `chunks` over latents: as many at a time as EXPANDED holds. rotations_XR has cosines at even
+    and sines at odd columns.
     """
 
     positions_T: torch.Tensor
@@ -70,8 +84,7 @@ class PagedStep:
     chunks: PagedChunks | None = None
     whole: bool = False
     padded: bool = True
-    keys_S: torch.Tensor | None = None
-    spread: PagedChunks | None = None
+    expanded: tuple[Expanded, ...] = ()
 
     def rows_of(self, like: torch.Tensor, num_heads: int, size: int) -> torch.Tensor:
         """y_THE to be written by decodes and chunks, in the dtype of like_TX; rows that only pad are 0."""
@@ -87,31 +100,51 @@ def paged_step(batch: Batch, pool: Pool, rotations_XR: torch.Tensor, *, num_spli
     many = [n for n, size in enumerate(lens) if size > 1]
     if many and singles and singles[-1] > many[0]:
         raise ValueError("sequences of one row must come first in a batch that goes through the kernels")
-    firsts = [0, *accumulate(contexts[n] for n in many)]
-    numbers = [starts[n] for n in singles] + singles + [contexts[n] for n in singles]
-    for place in (many, firsts):
-        for n, at in zip(many, place, strict=False):
-            numbers += (starts[n], lens[n], contexts[n], at)
-    blocks = chunk_blocks([lens[n] for n in many], [contexts[n] for n in many])
-    packed = on_device(np.append(np.array(numbers, dtype=np.int32), blocks), batch.slots_T.device)
+    latent = isinstance(pool, MLAPool)
+    groups = groups_of(many, contexts) if latent else [many] if many else []
+    arrays = [np.array([[starts[n] for n in singles], singles, [contexts[n] for n in singles]], dtype=np.int32)]
+    for group in groups:
+        firsts = accumulate((contexts[n] for n in group), initial=0)
+        paged = [(starts[n], lens[n], contexts[n], n) for n in group]
+        in_order = [(*row[:3], first) for row, first in zip(paged, firsts, strict=False)]
+        arrays += np.array(paged, dtype=np.int32), np.array(in_order, dtype=np.int32)
+        arrays.append(chunk_blocks([lens[n] for n in group], [contexts[n] for n in group]))
+    packed = on_device(np.concatenate([array.reshape(-1) for array in arrays]), batch.slots_T.device)
+    pieces = iter(packed.split([array.size for array in arrays]))
     table_NP, page_size = batch.page_table_NP, pool.page_size
-    decodes = chunks = spread = keys_S = None
+    rows_D, seqs_D, contexts_D = next(pieces).view(3, -1).unbind(0)
+    decodes = chunks = None
     if singles:
-        rows_D, seqs_D, contexts_D = packed[: 3 * len(singles)].view(3, -1).unbind(0)
         decodes = PagedDecodes(
             rows_D=rows_D, seqs_D=seqs_D, contexts_D=contexts_D, table_NP=table_NP, page_size=page_size,
             num_splits=num_splits)  # fmt: skip
-    if many:
-        paged, in_order = packed[3 * len(singles) : len(numbers)].view(2, -1, 4).unbind(0)
-        blocks_B2 = packed[len(numbers) :].view(-1, 2)
-        chunks = PagedChunks(chunks_C4=paged, blocks_B2=blocks_B2, table_NP=table_NP, page_size=page_size)
-        if isinstance(pool, MLAPool):
-            spread = replace(chunks, chunks_C4=in_order, table_NP=None)
-            keys_S = _slots_of(paged, in_order, table_NP, page_size, firsts[-1])
+    expanded = []
+    for group in groups:
+        paged_C4, in_order_C4, blocks_B2 = next(pieces).view(-1, 4), next(pieces).view(-1, 4), next(pieces).view(-1, 2)
+        chunks = PagedChunks(chunks_C4=paged_C4, blocks_B2=blocks_B2, table_NP=table_NP, page_size=page_size)
+        if latent:
+            slots_S = _slots_of(paged_C4, in_order_C4, table_NP, page_size, sum(contexts[n] for n in group))
+            expanded.append(
+                Expanded(slots_S=slots_S, chunks=replace(chunks, chunks_C4=in_order_C4, table_NP=None))
+            )  # fmt: skip
     padded = starts[-1] < batch.token_ids_T.shape[0]
     return PagedStep(
         positions_T=batch.positions_T, slots_T=batch.slots_T, rotations_XR=rotations_XR, decodes=decodes,
-        chunks=chunks, whole=not many and not padded, padded=padded, keys_S=keys_S, spread=spread)  # fmt: skip
+        chunks=None if latent else chunks, whole=not many and not padded, padded=padded,
+        expanded=tuple(expanded))  # fmt: skip
+
+
+def groups_of(sequences: list[int], contexts: list[int]) -> list[list[int]]:
+    """The sequences in runs whose contexts are at most EXPANDED together; a longer one stands alone."""
+    groups: list[list[int]] = []
+    room = 0
+    for n in sequences:
+        if not groups or contexts[n] > room:
+            groups.append([])
+            room = EXPANDED
+        groups[-1].append(n)
+        room -= contexts[n]
+    return groups
 
 
 def chunk_blocks(lens: list[int], contexts: list[int], length: int | None = None) -> np.ndarray:

@@ -113,7 +113,7 @@ def check_prefill(q, keys, scale: float, chunks, value_size: int) -> None:
 
 
 def expanded(case: Case, num_heads: int, nope: int, rotary: int, value: int):
-    """q and keys of latent attention expanded to keys and values per head, in the order of `step.spread`."""
+    """q and keys of latent attention expanded to keys and values per head, in the order of `step.expanded`."""
     num_rows, num_keys = case.batch.token_ids_T.shape[0], sum(c for r, c in case.parts if r > 1)
     kv = case.random(num_keys, num_heads, nope + value)
     q = case.random(num_rows, num_heads, nope), case.random(num_rows, num_heads, rotary)

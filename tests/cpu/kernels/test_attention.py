@@ -54,8 +54,8 @@ def test_prefill_over_expanded_latents_is_its_twin():
     case = run(CHUNKS, 40, torch.float32, pool=MLAPool)
     step = case.step()
     q, keys, scale = cases.expanded(case, 3, 16, 8, 24)
-    cases.check_prefill(q, keys, scale, step.spread, 24)
-    gathered = case.pool.rows(0)[step.keys_S]
+    cases.check_prefill(q, keys, scale, step.expanded[0].chunks, 24)
+    gathered = case.pool.rows(0)[step.expanded[0].slots_S]
     assert bool(gathered.isfinite().all()), "a slot outside the contexts was listed"
     assert len(gathered) == sum(context for rows, context in CHUNKS if rows > 1)
 
@@ -96,3 +96,26 @@ def test_fixed_splits_do_not_see_the_batch():
         rows_D=step.decodes.rows_D[3:4], seqs_D=step.decodes.seqs_D[3:4], contexts_D=step.decodes.contexts_D[3:4],
         table_NP=step.decodes.table_NP, page_size=16, num_splits=4)  # fmt: skip
     assert torch.equal(attention.decode(q, keys, alone, scale=scale)[0], together[3])
+
+
+def test_contexts_are_expanded_a_few_at_a_time(monkeypatch):
+    """A long context alone, short ones together: every chunk's rows see what they see with all contexts at once."""
+    from truegate.cache.pools import MLAPool
+    from truegate.kernels import attention
+    from truegate.layers import paged
+
+    case = run([(5, 40), (3, 20), (1, 7), (9, 90), (2, 30)], 24, torch.float32, pool=MLAPool)
+    q = case.random(case.batch.token_ids_T.shape[0], 2, 16), None
+    found = []
+    for most, sizes in ((1 << 15, [180]), (64, [60, 90, 30])):
+        monkeypatch.setattr(paged, "EXPANDED", most)
+        step = case.step()
+        assert [len(part.slots_S) for part in step.expanded] == sizes
+        y_THV = torch.full((20, 2, 8), float("nan"))
+        for part in step.expanded:
+            rows_S1W = case.pool.rows(0)[part.slots_S][:, None].expand(-1, 2, -1)
+            attention.prefill(q, (rows_S1W[..., :16], None, rows_S1W[..., 16:]), part.chunks, y_THV, scale=0.25)
+        found.append(y_THV)
+    assert found[0][1:].isfinite().all()
+    assert torch.equal(found[0][1:], found[1][1:])
+    assert found[0][0].isnan().all(), "the decode's row is nobody's chunk"
