@@ -4,6 +4,7 @@ Invariant: after `resolve` and `fit` no field is None except those that mean "of
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from truegate.errors import UserError
@@ -50,6 +51,7 @@ class ModelFacts:
     bytes_per_token: int  # of keys and values, all layers
     free_bytes: int  # of device memory after the weights
     not_capturable: str | None = None  # MoE backends that bring numbers to the host, by name
+    step_bytes: Callable[[int, int], int] = lambda rows, context: 0  # what computing steps of such sizes takes
 
 
 def resolve(config: EngineConfig, *, cuda: bool) -> EngineConfig:
@@ -113,8 +115,10 @@ def fit(config: EngineConfig, facts: ModelFacts) -> tuple[EngineConfig, int]:
         kv_bytes = int(config.kv_cache_gib * GIB)
     elif config.mem_fraction is not None:
         kv_bytes = int(config.mem_fraction * facts.free_bytes)
+    elif config.device == "cpu":
+        kv_bytes = min(int(0.85 * facts.free_bytes), GIB)
     else:
-        kv_bytes = min(int(0.85 * facts.free_bytes), GIB) if config.device == "cpu" else _kv_on_gpu(facts.free_bytes)
+        kv_bytes = _kv_on_gpu(facts.free_bytes, facts.step_bytes(config.chunked_prefill_tokens, max_model_len))
     pages_per_sequence = -(-max_model_len // config.page_size)
     page_bytes = config.page_size * facts.bytes_per_token
     num_pages = min(kv_bytes // page_bytes, 2 * pages_per_sequence * config.max_running)
@@ -132,9 +136,9 @@ def fit(config: EngineConfig, facts: ModelFacts) -> tuple[EngineConfig, int]:
     return replace(config, max_model_len=max_model_len, cuda_graphs=_captures(config, facts)), num_pages + 1
 
 
-def _kv_on_gpu(free_bytes: int) -> int:
-    """All but 1 GiB for activations and captured steps, and 2 percent that allocators waste."""
-    return max(0, int(0.98 * free_bytes) - GIB)
+def _kv_on_gpu(free_bytes: int, step_bytes: int) -> int:
+    """All but 2 percent, and what steps need with a third more for what allocators waste, at least 1 GiB."""
+    return max(0, int(0.98 * free_bytes) - max(GIB, GIB // 4 + int(1.3 * step_bytes)))
 
 
 def _captures(config: EngineConfig, facts: ModelFacts) -> bool:

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from truegate.config import EngineConfig, ModelFacts, fit, free_host_bytes, resolve
+from truegate.engine.graphs import BESIDE, CHUNK_ROWS
 from truegate.engine.tokenizer import Tokenizer
 from truegate.errors import Refused, TruegateError, UserError
 from truegate.hub import model_folder
 from truegate.law.families import specs_of
 from truegate.law.placement import place
 from truegate.law.plan import Choices
+from truegate.layers.paged import EXPANDED
 from truegate.moe import backends
 
 
@@ -176,9 +178,16 @@ def _byte_bar(name: str, total: int) -> Any:
 def facts_of(model: Any) -> ModelFacts:
     device = torch.device(model.device)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
+
+    def step_bytes(num_rows: int, context: int) -> int:
+        """Captured steps have memory of their own beside that of the others."""
+        captured = min(num_rows, CHUNK_ROWS[-1] + BESIDE)
+        return model.step_bytes(num_rows, max(EXPANDED, context)) + model.step_bytes(captured, captured)
+
     return ModelFacts(
         max_position=model.max_position, bytes_per_token=model.bytes_per_token, free_bytes=free,
-        not_capturable=backends.not_capturable(layer.backends for layer in model.moe_layers))  # fmt: skip
+        not_capturable=backends.not_capturable(layer.backends for layer in model.moe_layers),
+        step_bytes=step_bytes)  # fmt: skip
 
 
 def _dtype(config: EngineConfig, folder: Path) -> torch.dtype:

@@ -44,6 +44,10 @@ class Attention(nn.Module):
         if qk_norm_eps is not None:
             self.qk_norm = RMSNorm((num_heads + num_kv_heads, head_dim), qk_norm_eps, dtype=dtype, device=device)
 
+    def values(self, expanded: int) -> tuple[int, int]:
+        """Numbers that a step holds here at a time: for each row, and for all."""
+        return self.qkv.weight.shape[0] + self.out.weight.shape[1], 0
+
     def paged(
         self, before: RMSNorm, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, step: PagedStep, pool: Pool
     ) -> tuple[torch.Tensor, torch.Tensor]:

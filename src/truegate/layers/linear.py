@@ -73,6 +73,10 @@ class GatedMLP(nn.Module):
         gate_TF, up_TF = self.gate_up(x_TD).split(self.intermediate, dim=-1)
         return self.down(F.silu(gate_TF).mul_(up_TF), residual_TD)
 
+    def values(self) -> tuple[int, int]:
+        """Numbers that a step holds here at a time: for each row, and for all."""
+        return 0, SLICE * 3 * self.intermediate
+
     def fused(self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Through the kernels: what is to be added to the sum residual + x, and that sum."""
         from truegate.kernels.norm import silu_mul

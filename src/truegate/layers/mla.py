@@ -61,6 +61,12 @@ class MLA(nn.Module):
         pool.write(self.layer, step.slots_T, latent)
         return self.out(self._attend(q_nope, q_rope, latent, step, pool), residual_TD)
 
+    def values(self, expanded: int) -> tuple[int, int]:
+        """Numbers that a step holds here at a time: for each row, and for all, where it expands so many slots."""
+        up = 0 if self.up is None else self.up.weight.shape[0]
+        slot = self.num_heads * (self.nope_dim + self.value_dim) + self.kv_rank + self.rope_dim
+        return self.down.weight.shape[0] + up + self.out.weight.shape[1], expanded * slot
+
     def paged(
         self, before: RMSNorm, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, step: PagedStep, pool: Pool
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -108,6 +108,17 @@ class CausalLM(nn.Module):
             num_layers=self.num_layers, num_pages=num_pages, page_size=page_size, width=self.sizes.pool_width,
             dtype=self.dtype, device=self.device)  # fmt: skip
 
+    def step_bytes(self, num_rows: int, expanded: int) -> int:
+        """Bytes that a step of so many rows holds at a time, where latent attention expands so many slots: an estimate.
+
+        The residual, the norm of it, and what goes in and out of a layer; and the part of a layer that holds most.
+        """
+        parts = [block.attention.values(expanded) for block in self.blocks] + [
+            block.mlp.values() for block in self.blocks
+        ]
+        most = max(num_rows * each + fixed for each, fixed in parts)
+        return self.dtype.itemsize * (num_rows * 4 * self.sizes.hidden + most)
+
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: Pool) -> torch.Tensor:
         if self.uses_kernels:

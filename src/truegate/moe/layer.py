@@ -89,6 +89,12 @@ class MoELayer(nn.Module):
             batch.recorder.add(self.plan, routed)
         return self.plan.finish(y, shared)
 
+    def values(self) -> tuple[int, int]:
+        """Numbers that a step holds here at a time: for each row, and for all."""
+        hidden, width = self.w_down.shape[1:]
+        beside = 0 if self.shared_gate_up is None else self.shared_gate_up.shape[0] * 3 // 2 + hidden
+        return (self.spec.top_k + self.plan.num_shared) * (width + hidden) + beside, 0
+
     def gate(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Router logits [T, E+Z] in fp32, whatever the run's dtype: fewer bits reorder experts."""
         if x_TD.is_cuda:

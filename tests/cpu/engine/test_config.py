@@ -76,3 +76,23 @@ def test_a_gpu_fuses_shared_experts_where_the_plan_allows_it(settings, width, fu
     (tmp_path / "config.json").write_text(json.dumps(model))
     config = replace(EngineConfig(device="cuda"), **settings)
     assert fuses_shared(config, tmp_path) is fused
+
+
+def test_a_gpu_keeps_free_what_steps_need(monkeypatch):
+    """At least 1 GiB; more for long steps, of which the model knows what they hold."""
+    asked = []
+
+    def step_bytes(num_rows, context):
+        asked.append((num_rows, context))
+        return num_rows << 20
+
+    facts = replace(FACTS, max_position=1 << 20, bytes_per_token=1 << 20, step_bytes=step_bytes)
+    free = []
+    for rows in (64, 4096, 8192):
+        config = resolve(EngineConfig(device="cuda", chunked_prefill_tokens=rows, max_model_len=500), cuda=True)
+        _, num_pages = fit(config, facts)
+        free.append(facts.free_bytes - (num_pages - 1) * config.page_size * facts.bytes_per_token)
+    assert asked == [(64, 500), (4096, 500), (8192, 500)]
+    assert (1 << 30) < free[0] < (1 << 30) + facts.free_bytes // 40
+    assert free[1] > 1.3 * (4096 << 20)
+    assert free[2] > 1.3 * (8192 << 20)
