@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from truegate.kernels import experts as kernels
-from truegate.kernels.experts import Sizes
+from truegate.kernels.experts import experts
 from truegate.kernels.ref.route import route as twin
 from truegate.kernels.route import Route
+from truegate.kernels.sizes import Sizes
 from truegate.kernels.tuning import Config, config_of
 from truegate.law.placement import place
 from truegate.law.plan import Choices, Plan
@@ -134,7 +134,7 @@ def batch(shape: Shape, num_rows: int, seed: int) -> tuple[torch.Tensor, torch.T
 def ours(shape: Shape, layer: Layer, config: Config, x: Any, ids: Any, weights: Any) -> torch.Tensor:
     sizes = Sizes(num_slots=shape.local, hidden=shape.hidden, width=shape.width, activation=Activation.SILU,
                   clamp=None, at_input=False, sparse=shape.share < 1)  # fmt: skip
-    return kernels.experts(x, layer.gate_up, layer.down, (None, None), ids, weights, sizes, config)
+    return experts(x, layer.gate_up, layer.down, (None, None), ids, weights, sizes, config)
 
 
 def grouped(shape: Shape, layer: Layer, x: Any, ids: Any, weights: Any) -> torch.Tensor:

@@ -124,7 +124,7 @@ def attention_prefill() -> None:
         q, (keys, rest, values), scale = cases.expanded(case, 3, 16, 8, 24)
         for v in (values, values.contiguous()):
             y_THV = torch.empty((q[0].shape[0], 3, 24), dtype=dtype, device=DEVICE)
-            attention.prefill(q, (keys, rest, v), case.step().spread, y_THV, scale=scale)
+            attention.prefill(q, (keys, rest, v), case.step().expanded[0].chunks, y_THV, scale=scale)
             finite(y_THV)
 
 
@@ -192,11 +192,11 @@ def split() -> None:
 
 
 def permute() -> None:
-    from truegate.kernels import experts
+    from truegate.kernels.permute import permute as run
 
     for num_rows, slots, num_slots in ((1, 8, 7), (45, 3, 64), (700, 3, 9), (3000, 2, 300)):
         ids = torch.randint(-3, num_slots + 3, (num_rows, slots)).to(torch.int32)
-        experts.permute(ids.to(DEVICE), num_slots, 32)
+        run(ids.to(DEVICE), num_slots, 32)
 
 
 def tuned(part: int) -> None:

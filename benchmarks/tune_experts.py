@@ -20,9 +20,10 @@ import torch
 from gpu_kernels import SHAPES, Layer, Shape, batch, graph_us, layer_of, ours, route_plans
 from triton import OutOfResources
 
-from truegate.kernels import experts as kernels
-from truegate.kernels.experts import Sizes
+from truegate.kernels.grouped import grouped_gemm, padded
+from truegate.kernels.permute import permute
 from truegate.kernels.route import Route
+from truegate.kernels.sizes import Sizes
 from truegate.kernels.tuning import TABLE, Config, Product, as_text, shape_key, to_json
 from truegate.law.plan import Plan
 from truegate.law.spec import Activation
@@ -86,17 +87,17 @@ def sizes_of(shape: Shape) -> Sizes:
                  at_input=False)  # fmt: skip
 
 
-def alone(shape: Shape, layer: Layer, path: str, height: int, one: Product, first: bool, x, ids, weights, order, h):
+def alone(shape: Shape, layer: Layer, height: int, one: Product, first: bool, x, ids, weights, order, h):
     """One product of a layer, in the order found before."""
     a, w = (x, layer.gate_up) if first else (h, layer.down)
-    return kernels.grouped_gemm(a, w, None, weights, ids, order, sizes_of(shape), height, one, first=first, gated=first)
+    return grouped_gemm(a, w, None, weights, ids, order, sizes_of(shape), height, one, first=first, gated=first)
 
 
 def ordered(shape: Shape, inputs: list[tuple], path: str, height: int) -> list[tuple]:
     """Inputs of `alone`: with an order where the path has one, and something to put through the second product."""
     found = []
     for x, ids, weights in inputs:
-        order = kernels.permute(ids, shape.local, height) if path == "ordered" else None
+        order = permute(ids, shape.local, height) if path == "ordered" else None
         found.append((x, ids, weights, order, torch.randn((ids.numel(), shape.width), device="cuda").to(x.dtype)))
     return found
 
@@ -107,10 +108,10 @@ def jobs(shapes: list[Shape], rows: list[int]) -> Iterator[tuple[str, int, str, 
     for shape in shapes:
         for num_rows in rows:
             for path, height, firsts, seconds in choices(num_rows, shape):
-                padded = kernels._padded(num_rows * shape.slots) if path == "inline" else 0
+                looks_at = padded(num_rows * shape.slots) if path == "inline" else 0
                 for first, tried in ((True, firsts), (False, seconds)):
                     for one in tried:
-                        key = (shape.name, path, height, one, first, padded)
+                        key = (shape.name, path, height, one, first, looks_at)
                         if key not in seen:
                             seen.add(key)
                             yield shape.name, num_rows, path, height, one, first
@@ -134,7 +135,7 @@ def compile_one(job: tuple[str, int, str, int, Product, bool]) -> str | None:
             gate_up, down = (one, UNITS[1][0]) if first else (UNITS[0][0], one)
             ours(shape, _layer["layer"], Config(path=path, block_m=1, gate_up=gate_up, down=down), *inputs[0])
         else:
-            alone(shape, _layer["layer"], path, height, one, first, *ordered(shape, inputs, path, height)[0])
+            alone(shape, _layer["layer"], height, one, first, *ordered(shape, inputs, path, height)[0])
         torch.cuda.synchronize()
     except Exception as error:  # too much shared memory, for one: such a tiling is no candidate
         return f"{type(error).__name__}: {str(error)[:100]}"
@@ -153,7 +154,7 @@ def tune(shape: Shape, layer: Layer, num_rows: int, failed: set) -> tuple[Config
             for one in tried:
                 if (shape.name, path, height, one, first) in failed:
                     continue
-                call = partial(alone, shape, layer, path, height, one, first)
+                call = partial(alone, shape, layer, height, one, first)
                 if path == "rows":  # timed as whole layers: the other product stands still
                     gate_up, down = (one, UNITS[1][0]) if first else (UNITS[0][0], one)
                     whole = Config(path=path, block_m=1, gate_up=gate_up, down=down)

@@ -7,8 +7,8 @@ pytest.importorskip("triton")
 
 import experts_cases as cases
 
-from truegate.kernels import experts as kernels
-from truegate.kernels.ref import experts as twin
+from truegate.kernels.permute import permute
+from truegate.kernels.ref.permute import permute as twin
 from truegate.law.faults import FAULTS
 from truegate.law.placement import place
 from truegate.law.plan import Choices
@@ -89,12 +89,12 @@ def test_activations_biases_sides_and_dtypes(path, dtype, activation, at_input):
 )
 def test_permute_is_a_stable_sort_whose_tiles_cover_it(num_rows, slots, num_slots):
     ids = torch.randint(-3, num_slots + 3, (num_rows, slots)).to(torch.int32)
-    got = kernels.permute(ids.cuda(), num_slots, 64)
+    got = permute(ids.cuda(), num_slots, 64)
     valid = (ids >= 0) & (ids < num_slots)
     key = torch.where(valid, ids, num_slots).flatten().argsort(stable=True)[: int(valid.sum())]
     assert torch.equal(got.order_N[: len(key)].cpu(), key.to(torch.int32))
     found = [(e, s) for e, s in zip(got.tile_expert_Q.tolist(), got.tile_start_Q.tolist(), strict=True) if e >= 0]
-    assert found == twin.permute(ids, num_slots, 64)[1]
+    assert found == twin(ids, num_slots, 64)[1]
 
 
 def layer_of(family, *, dtype=torch.bfloat16, **choices) -> MoELayer:

@@ -29,7 +29,7 @@ class Product:
     tma: bool = False  # read what is contiguous through the copy engine, where there is one
     persistent: int = 0
     halve: bool = False  # an expert's last tile, where half filled or less, is half as high
-    split: bool = False  # warps that copy and warps that multiply, where kernels/experts_hopper.py can: its own tiling
+    split: bool = False  # warps that copy and warps that multiply, where kernels/grouped_hopper.py can: its own tiling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from truegate.kernels import experts as kernels
-from truegate.kernels.experts import Sizes
-from truegate.kernels.ref import experts as twin
+from truegate.kernels.experts import experts
+from truegate.kernels.ref.experts import experts as twin
+from truegate.kernels.sizes import Sizes
 from truegate.kernels.tuning import Config, Product
 from truegate.law.spec import Activation
 
@@ -63,14 +63,11 @@ def rows(one: Layer, num_rows: int, slots: int, *, seed: int = 0, drop: float = 
 
 def reference(one: Layer, x, ids, weights) -> torch.Tensor:
     """y_TD in fp64 through the twins."""
-    s = one.sizes
-    h = twin.gate_up(x, one.gate_up, one.biases[0], weights, ids, s.activation, s.clamp, at_input=s.at_input)
-    out = twin.down(h, one.down, one.biases[1], weights, ids, at_output=not s.at_input)
-    return twin.combine(out, ids, s.num_slots)
+    return twin(x, one.gate_up, one.down, one.biases, ids, weights, one.sizes)
 
 
 def run(one: Layer, config: Config, x, ids, weights) -> torch.Tensor:
-    return kernels.experts(x, one.gate_up, one.down, one.biases, ids, weights, one.sizes, config)
+    return experts(x, one.gate_up, one.down, one.biases, ids, weights, one.sizes, config)
 
 
 def tiling(path, block_m, n, k, *, stages=2, warps=4, **more) -> Config:

@@ -7,9 +7,9 @@ pytest.importorskip("triton", reason="kernels run interpreted where triton is in
 
 import experts_cases as cases
 
-from truegate.kernels import experts as kernels
 from truegate.kernels import tuning
-from truegate.kernels.ref import experts as twin
+from truegate.kernels.permute import permute
+from truegate.kernels.ref.permute import permute as twin
 from truegate.law.spec import Activation
 
 PATHS = {
@@ -84,8 +84,8 @@ def test_permute_is_a_stable_sort_by_expert_and_its_tiles_cover_it(num_rows, slo
     ids = torch.randint(-2, num_slots + 2, (num_rows, slots), generator=torch.Generator().manual_seed(num_rows))
     ids[ids == 4] = 5  # an expert without rows
     ids = ids.to(torch.int32)
-    got = kernels.permute(ids, num_slots, block_m)
-    order, tiles = twin.permute(ids, num_slots, block_m)
+    got = permute(ids, num_slots, block_m)
+    order, tiles = twin(ids, num_slots, block_m)
     assert torch.equal(got.order_N[: len(order)], order)
     found = [(e, s) for e, s in zip(got.tile_expert_Q.tolist(), got.tile_start_Q.tolist(), strict=True) if e >= 0]
     assert found == tiles

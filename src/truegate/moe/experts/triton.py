@@ -1,6 +1,7 @@
 """Experts in Triton: permute, two grouped products with the activation and the weights inside, combine. Graph-safe.
 
-Invariant: an id of -1 is skipped; grids depend on shapes only. One row is two launches, a few rows three, more four.
+Invariant: an id of -1 is skipped; grids depend on shapes only. One row is two launches, a few rows three, more four,
+or six where kernels/permute.py counts ids before it orders them.
 """
 
 from truegate.law.contract import Drop, Experts, SharedLayout
@@ -50,7 +51,8 @@ class TritonExperts:
         return activate(self.spec, gate, up)
 
     def __call__(self, sent: Sent):
-        from truegate.kernels.experts import Sizes, experts
+        from truegate.kernels.experts import experts
+        from truegate.kernels.sizes import Sizes
 
         w = self.weights
         hidden, width = w.down_PDF.shape[1:]

@@ -1,7 +1,7 @@
-"""The grouped product of kernels/experts.py for NVIDIA sm_90: one warp group copies, two multiply, 64 rows each.
+"""The product of kernels/grouped.py for NVIDIA sm_90: one warp group copies, two multiply, 64 rows each.
 
-Invariant: computes what `experts._grouped` computes from the same order. Programs take the next free tile; which one
-takes it changes no value. Twin: kernels/ref/experts.py. J slots a row; a product has C columns and depth D; a tile is
+Invariant: computes what `grouped._grouped` computes from the same order. Programs take the next free tile; which one
+takes it changes no value. Twin: kernels/ref/grouped.py. J slots a row; a product has C columns and depth D; a tile is
 [128, 256], in a gated product 128 columns of gate and the same 128 of up.
 """
 
@@ -22,6 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from truegate.kernels.permute import Order
+from truegate.kernels.sizes import Sizes
 from truegate.law.spec import Activation
 
 STAGES_AHEAD = 4  # 192 KiB of shared memory
@@ -197,7 +199,7 @@ def _grouped(a, a_box, w_box, weights, out, order, tile_expert, tile_start, tile
     )  # fmt: skip
 
 
-def usable(a: torch.Tensor, w: torch.Tensor, sizes: Any, block_m: int, *, gated: bool) -> bool:
+def usable(a: torch.Tensor, w: torch.Tensor, sizes: Sizes, block_m: int, *, gated: bool) -> bool:
     """Whether `grouped` can: sm_90, 16-bit values, tiles of 128 rows, SiLU, depth and columns multiples of a tile's."""
     C, depth = w.shape[1] // 2 if gated else w.shape[1], w.shape[2]
     columns = BN.value // 2 if gated else BN.value
@@ -212,15 +214,15 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def grouped(
-    a: torch.Tensor, w: torch.Tensor, weights_TJ: torch.Tensor, order: Any, out: torch.Tensor, num_slots: int,
+    a: torch.Tensor, w: torch.Tensor, weights_TJ: torch.Tensor, order: Order, out: torch.Tensor, width: int,
     processors: int, *, first: bool, gated: bool, weigh: bool, start: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Fill `out` as `experts.grouped_gemm` says, J = num_slots; a program on every processor."""
+    """Fill `out` as `grouped.grouped_gemm` says, J = width; a program on every processor."""
     depth, columns = a.shape[1], BN.value // 2 if gated else BN.value
     programs = min(processors, order.tile_expert_Q.shape[0] * out.shape[1] // columns)
     a_box = TensorDescriptor(a, list(a.shape), [depth, 1], [64, BK.value], BOX.value)
     w_box = TensorDescriptor(w, [w.shape[0] * w.shape[1], depth], [depth, 1], [128, BK.value], BOX.value)
     _grouped[(programs,)](
-        a, a_box, w_box, weights_TJ, out, *order, J=num_slots, C=out.shape[1], D=depth, GATED=gated, GATHER=first,
+        a, a_box, w_box, weights_TJ, out, *order, J=width, C=out.shape[1], D=depth, GATED=gated, GATHER=first,
         WEIGH=weigh, STAGES=STAGES_AHEAD, **start, num_warps=4,
     )  # fmt: skip

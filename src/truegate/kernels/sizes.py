@@ -1,0 +1,25 @@
+"""A layer as its expert kernels see it. P local experts, D hidden, F expert width."""
+
+from dataclasses import dataclass
+
+from truegate.law.spec import Activation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What a launch needs to know of a layer beside its tensors."""
+
+    num_slots: int  # P
+    hidden: int  # D
+    width: int  # F
+    activation: Activation
+    clamp: float | None
+    at_input: bool  # the weight multiplies x, not the output
+    weighs: bool = True  # False: somebody else multiplies by the weights
+    sparse: bool = False  # most slots are some other rank's
+
+    def weigh(self, *, first: bool) -> str:
+        """Where a product multiplies by the weights: the first at its "input", the second at its "output", or "no"."""
+        if not self.weighs or self.at_input != first:
+            return "no"
+        return "input" if first else "output"
