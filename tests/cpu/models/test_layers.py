@@ -155,7 +155,7 @@ def test_bytes_per_token_is_what_the_pool_takes(name, checkpoint):
 
 @pytest.mark.parametrize(("name", "fused", "seen"), [("qwen3", False, 0.46), ("v2lite", True, 0.47)])
 def test_the_estimate_of_a_steps_memory_covers_what_a_gpu_was_seen_to_hold(name, fused, seen, tmp_path):
-    """GiB of a step of 8,320 rows on an H200: torch's peak of allocated bytes less what stays. Two layers, not filled."""
+    """GiB of a step of 8,320 rows on an H200: torch's peak of allocated bytes less what stays. Two unfilled layers."""
     from gpu_decode import CONFIGS
 
     from truegate.law.plan import Choices
