@@ -176,7 +176,6 @@ def launches(call: Callable[..., Any], one: tuple) -> int:
 
 def measure_experts(shape: Shape, rows: list[int], bandwidth: float, rate: float) -> list[dict[str, Any]]:
     layer, lines = layer_of(shape), []
-    counts: dict[str, int] = {}
     for num_rows in rows:
         config = shape.config(num_rows)
         inputs = [batch(shape, num_rows, seed) for seed in range(8 if num_rows <= 512 else 2)]
@@ -185,12 +184,10 @@ def measure_experts(shape: Shape, rows: list[int], bandwidth: float, rate: float
         got, want = this(*inputs[0]), that(*inputs[0])
         error = float((got.float() - want.float()).norm() / want.float().norm())
         us = graph_us(this, inputs)
-        for path, call in ((config.path, this), ("torch", that)):
-            counts[path] = counts.get(path) or launches(call, inputs[0])
         lines.append({
             "shape": shape.name, "T": num_rows, "us": us, "torch_us": graph_us(that, inputs, repeats=5),
-            "floor_us": floor, "of_floor": us / floor, "launches": counts[config.path],
-            "torch_launches": counts["torch"], "tile_waste": waste(inputs[0][1], config),
+            "floor_us": floor, "of_floor": us / floor, "launches": launches(this, inputs[0]),
+            "torch_launches": launches(that, inputs[0]), "tile_waste": waste(inputs[0][1], config),
             "path": config.path, "error": error,
         })  # fmt: skip
         print(experts_line(lines[-1]), flush=True)

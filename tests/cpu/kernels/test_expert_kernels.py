@@ -7,8 +7,7 @@ pytest.importorskip("triton", reason="kernels run interpreted where triton is in
 
 import experts_cases as cases
 
-from truegate.kernels import tuning
-from truegate.kernels.permute import permute
+from truegate.kernels import by_rows, combine, grouped, permute, tuning
 from truegate.kernels.ref.permute import permute as twin
 from truegate.law.spec import Activation
 
@@ -77,6 +76,23 @@ def test_nothing_valid_gives_zeros(path):
     assert (cases.run(one, PATHS[path], x, ids, torch.full((3, 2), cases.NAN)) == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("path", "num_rows", "launches"), [("rows", 1, 2), ("inline", 3, 3), ("ordered", 20, 4), ("ordered", 513, 6)]
+)
+def test_launches_of_each_path(path, num_rows, launches):
+    one, seen = cases.layer(9, 16, 16), []
+    modules = (by_rows, combine, grouped, permute)
+    kernels = [k for module in modules for k in vars(module).values() if hasattr(k, "pre_run_hooks")]
+    for kernel in kernels:
+        kernel.add_pre_run_hook(lambda *_, **__: seen.append(1))
+    try:
+        cases.run(one, PATHS[path], *cases.rows(one, num_rows, 8))
+    finally:
+        for kernel in kernels:
+            kernel.pre_run_hooks.clear()
+    assert len(seen) == launches
+
+
 @pytest.mark.parametrize(("num_rows", "slots"), [(1, 1), (7, 3), (150, 2), (700, 2), (2100, 8)])
 @pytest.mark.parametrize("block_m", [16, 64])
 def test_permute_is_a_stable_sort_by_expert_and_its_tiles_cover_it(num_rows, slots, block_m):
@@ -84,7 +100,7 @@ def test_permute_is_a_stable_sort_by_expert_and_its_tiles_cover_it(num_rows, slo
     ids = torch.randint(-2, num_slots + 2, (num_rows, slots), generator=torch.Generator().manual_seed(num_rows))
     ids[ids == 4] = 5  # an expert without rows
     ids = ids.to(torch.int32)
-    got = permute(ids, num_slots, block_m)
+    got = permute.permute(ids, num_slots, block_m)
     order, tiles = twin(ids, num_slots, block_m)
     assert torch.equal(got.order_N[: len(order)], order)
     found = [(e, s) for e, s in zip(got.tile_expert_Q.tolist(), got.tile_start_Q.tolist(), strict=True) if e >= 0]
