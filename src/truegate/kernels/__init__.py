@@ -1,4 +1,4 @@
 """Triton kernels, one file per operation; `ref/NAME.py` is the torch twin and the specification of each.
 
-matrix.py is none: it lays out weights for the products of a CPU.
+A file whose twin has another name says which. launch.py, matrix.py, sizes.py and tuning.py hold no operation.
 """
