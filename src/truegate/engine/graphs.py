@@ -43,10 +43,13 @@ def grid(largest: int) -> list[int]:
 
 
 def shapes(max_running: int, max_rows: int) -> list[tuple[int, int]]:
-    """The (D, T) to capture for at most max_running sequences and max_rows rows of chunks a step."""
-    lengths = [rows for last, rows in zip((0, *CHUNK_ROWS), CHUNK_ROWS, strict=False) if last < max_rows]
-    beside = min(BESIDE, max_running)
-    return [(size, 0) for size in grid(max_running)] + [(d, rows) for rows in lengths for d in (0, beside)]
+    """The (D, T) to capture for at most max_running sequences and max_rows rows of chunks a step.
+
+    A chunk is one of the sequences and has at least two of the rows: what then cannot run beside it is not captured.
+    """
+    lengths = [rows for last, rows in zip((1, *CHUNK_ROWS), CHUNK_ROWS, strict=False) if last < max_rows]
+    beside = max(0, min(BESIDE, max_running - 1, max_rows - 2))
+    return [(size, 0) for size in grid(max_running)] + [(d, rows) for rows in lengths for d in sorted({0, beside})]
 
 
 class Captured:
@@ -145,7 +148,7 @@ class StepGraphs:
                 sampling.append(chunk)
         if lens:
             blocks_B2[:] = chunk_blocks(lens, contexts, captured.num_blocks)
-        self._update_table()
+        self.update_table()
         captured.inputs_buf.copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
         captured.graph.replay()
         return sampling
@@ -157,7 +160,8 @@ class StepGraphs:
         end = captured.num_decodes + num_rows - num_decodes
         return tuple(torch.cat((part[:num_decodes], part[captured.num_decodes : end])) for part in captured.routed)
 
-    def _update_table(self) -> None:
+    def update_table(self) -> None:
+        """Bring the page table's copy up to date: for every step, or what eager ones wrote would pile up."""
         places = self.table.take_writes(self.table_buf.shape[1])
         if len(places):
             values = self.table.array[places // self.table_buf.shape[1], places % self.table_buf.shape[1]]

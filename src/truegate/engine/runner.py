@@ -99,10 +99,11 @@ class Runner:
     def launch(self, chunks: list[Chunk], *, routed: bool = False) -> Launched:
         """Run one step; `routed` also keeps which experts ran."""
         chunks = sorted(chunks, key=lambda chunk: chunk.size > 1)  # rows of decodes come first
-        if self.graphs is not None and not any(map(_prompt_rows, chunks)):
-            captured = self.graphs.takes(chunks)
+        if self.graphs is not None:
+            captured = None if any(map(_prompt_rows, chunks)) else self.graphs.takes(chunks)
             if captured is not None:
                 return self._replay(captured, chunks, routed).fetch(self.device)
+            self.graphs.update_table()
         batch, sampled, prompts = self._build(chunks)
         if self.load is not None:
             batch.recorder = Recorder()

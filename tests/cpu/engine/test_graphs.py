@@ -51,9 +51,22 @@ def test_every_step_within_the_budget_has_a_shape():
     for max_running, budget in ((1, 1), (8, 8), (21, 100), (256, 4096), (64, 2048)):
         made = shapes(max_running, budget)
         assert len(made) == len(set(made))
-        assert all((d, rows) in made for rows in CHUNK_ROWS if rows <= budget for d in (0, min(64, max_running)))
+        beside = min(64, max_running - 1, budget - 2)
+        assert all((d, rows) in made for rows in CHUNK_ROWS if rows <= budget for d in (0, beside))
         longest = max(rows for _, rows in made)
-        assert longest == CHUNK_ROWS[-1] or budget <= longest < 2 * max(budget, 33)
+        assert longest == CHUNK_ROWS[-1] or budget == 1 or budget <= longest < 2 * max(budget, 33)
+
+
+def test_nothing_is_captured_that_no_step_can_use():
+    for max_running, budget in ((1, 1), (1, 4096), (2, 2), (3, 4), (5, 3)):
+        made = shapes(max_running, budget)
+        steps = [(d, 0) for d in range(1, max_running + 1)]
+        steps += [(d, rows) for d in range(max_running) for rows in range(2, budget - d + 1)]
+        fitting = [min((s for s in made if s[0] >= d and s[1] >= t and bool(s[1]) == bool(t)), key=sum, default=None)
+                   for d, t in steps]  # fmt: skip
+        assert None not in [one for one, (_, rows) in zip(fitting, steps, strict=True) if rows <= CHUNK_ROWS[-1]]
+        unused = set(made) - set(fitting)
+        assert not unused, (max_running, budget, unused)
 
 
 class Uncaptured(StepGraphs):
@@ -120,3 +133,24 @@ def test_captured_steps_give_the_tokens_of_eager_ones(name, tmp_path, monkeypatc
     used = {(one.num_decodes, one.num_rows) for one in steps.graphs.seen}
     assert {rows > 0 for _, rows in used} == {True, False}
     assert any(d and rows for d, rows in used)
+
+
+def test_steps_that_run_eagerly_leave_no_writes_of_the_page_table_behind(tmp_path):
+    """Answers of one token whose prompts are asked about never run a captured step."""
+    pytest.importorskip("triton", reason="the kernels need Triton: pip install triton")
+    from tiny_checkpoints import reference, save
+
+    model = load_model(save(reference("Qwen3-MoE", num_hidden_layers=1), tmp_path))
+    config = EngineConfig(max_running=2, kv_cache_gib=0.01, prefix_cache=False)
+    config, num_pages = fit(resolve(config, cuda=False), facts_of(model))
+    engine = Engine(config, Parts(config=config, model=model, tokenizer=None, eos_token_ids=(), num_pages=num_pages))
+    steps = engine.runner
+    steps.graphs = Uncaptured(model, steps.pool, steps.table, steps.last_token_buf, steps.load, max_rows=2)
+    for i in range(3):
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        engine.add(Request(request_id=str(i), prompt_token_ids=tuple(range(2 + i, 40)), params=params))
+    while engine.has_work:
+        engine.step()
+    assert not steps.graphs.seen
+    assert not len(steps.table.take_writes(steps.table.array.shape[1]))
+    assert (steps.graphs.table_buf[:-1].numpy() == steps.table.array).all()
