@@ -25,10 +25,9 @@ def _combine(out, ids, y, J: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLO
     tl.store(y + t * D + column, total.to(y.dtype.element_ty), mask=column < D)
 
 
-def combine(out_ND: torch.Tensor, ids_TJ: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """y[t] = sum_j out[t * J + j] over valid slots, in slot order, fp32; out's dtype."""
+def combine(out_ND: torch.Tensor, ids_TJ: torch.Tensor, num_slots: int, y_TD: torch.Tensor) -> torch.Tensor:
+    """y[t] = sum_j out[t * J + j] over valid slots, in slot order, fp32; y_TD contiguous in out's dtype, returned."""
     (num_rows, width), hidden = ids_TJ.shape, out_ND.shape[1]
-    y_TD = torch.empty((num_rows, hidden), dtype=out_ND.dtype, device=out_ND.device)
     block = 256 if num_rows < 256 else 1024
     block = min(block, power_of_2(hidden))
     _combine[(num_rows, cdiv(hidden, block))](

@@ -38,6 +38,7 @@ def experts(
     with current(x_TD.device):
         if config.path == "rows" and activate is None:
             return by_rows(x_TD, gate_up_PHD, down_PDF, biases, ids_TJ, weights_TJ, sizes, config)
+        y_TD = torch.empty_like(x_TD)  # made before what it is computed from: no hole is left below it
         block_m = max(16, config.block_m)
         order = permute(ids_TJ, sizes.num_slots, block_m) if config.path == "ordered" else None
         common = (weights_TJ, ids_TJ, order, sizes, block_m)
@@ -46,4 +47,4 @@ def experts(
         if activate is not None:
             h_NF = activate(*h_NF.chunk(2, -1)).contiguous()
         out_ND = grouped_gemm(h_NF, down_PDF, biases[1], *common, two, first=False, gated=False)
-        return combine(out_ND, ids_TJ, sizes.num_slots)
+        return combine(out_ND, ids_TJ, sizes.num_slots, y_TD)
