@@ -21,6 +21,7 @@ from truegate.engine.answer import Answer
 from truegate.engine.runner import Launched, Runner
 from truegate.engine.start import Parts, load_parts
 from truegate.engine.tokenizer import Tokenizer
+from truegate.engine.warm import warm_up
 from truegate.errors import UserError
 from truegate.sched.scheduler import Limits, Scheduler
 from truegate.sched.sequence import Sequence, Status
@@ -57,6 +58,9 @@ class Engine:
         self.scheduler = Scheduler(limits)
         pool = parts.model.make_pool(parts.num_pages, config.page_size)
         self.runner = Runner(parts.model, pool, self.scheduler.table, config)
+        if self.runner.device.type != "cpu":
+            rows = config.chunked_prefill_tokens
+            warm_up(parts.model, pool, num_rows=rows, max_length=min(rows, config.max_model_len))
         self._answers: dict[str, list[Sequence]] = {}  # live ones, by request
         self._order = 0
         self._outbox: list[StepOutput] = []

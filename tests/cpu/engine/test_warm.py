@@ -1,0 +1,49 @@
+"""The step that warms a GPU up, with interpreted kernels: it leaves nothing behind but on page 0."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from truegate.cache.pools import MHAPool
+from truegate.engine.warm import warm_up
+from truegate.errors import UserError
+from truegate.models import load_model
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "DeepSeek-V3"])
+def test_the_longest_step_is_computed_and_writes_nobodys_page_alone(name, tmp_path, monkeypatch):
+    pytest.importorskip("triton", reason="the kernels need Triton: pip install triton")
+    from tiny_checkpoints import reference, save
+
+    model = load_model(save(reference(name, num_hidden_layers=2), tmp_path))
+    model.uses_kernels = True
+    rows, logits = [], model.logits
+    monkeypatch.setattr(model, "logits", lambda hidden_MD: rows.append(hidden_MD) or logits(hidden_MD))
+    pool = model.make_pool(4, 16)
+    for num_rows, max_length in ((13, 13), (13, 12), (13, 5)):
+        pool.data.fill_(float("nan"))
+        pool.rows(0)[:16] = pool.rows(1)[:16] = 0
+        warm_up(model, pool, num_rows=num_rows, max_length=max_length)
+        for layer in range(2):
+            assert pool.rows(layer)[16:].isnan().all()
+            assert pool.rows(layer)[0].isfinite().all()
+            assert pool.rows(layer)[0].any()
+    assert [len(hidden) for hidden in rows] == [1, 1, 1]
+    assert torch.cat(rows).isfinite().all()
+
+
+def test_a_step_that_does_not_fit_is_said_at_start():
+    class Full:
+        moe_layers, device = (), torch.device("cpu")
+
+        def forward(self, batch, pool):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    pool = MHAPool(num_layers=1, num_pages=2, page_size=16, width=8, dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(UserError, match="4096 rows.*--chunked-prefill-tokens"):
+        warm_up(Full(), pool, num_rows=4096, max_length=100)
