@@ -23,7 +23,7 @@ def warm_up(model: Any, pool: Pool, *, num_rows: int, max_length: int) -> None:
         _prefill(model, pool, num_rows, max_length)
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"a step of {num_rows} rows does not fit beside the weights and {pool.num_bytes / (1 << 30):.2f} GiB of cache: "
+            f"a step of {num_rows} rows does not fit beside the weights and {pool.num_bytes / 2**30:.2f} GiB of cache: "
             "lower --chunked-prefill-tokens or --kv-cache-gib"
         ) from error
 

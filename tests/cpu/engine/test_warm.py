@@ -45,5 +45,5 @@ def test_a_step_that_does_not_fit_is_said_at_start():
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     pool = MHAPool(num_layers=1, num_pages=2, page_size=16, width=8, dtype=torch.float32, device=torch.device("cpu"))
-    with pytest.raises(UserError, match="4096 rows.*--chunked-prefill-tokens"):
+    with pytest.raises(UserError, match=r"4096 rows.*--chunked-prefill-tokens"):
         warm_up(Full(), pool, num_rows=4096, max_length=100)
