@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= 30000
 JOBS ?= 2
+GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: serve test lint types check clean help
+.PHONY: serve test lint types check gpu-check gpu-tables clean help
 
 help:
 	@echo "make serve   start an OpenAI-compatible server on the embedded model (CPU), on http://127.0.0.1:$(PORT)"
 	@echo "make test    run every test this machine can run, in $(JOBS) processes"
 	@echo "make lint    ruff;  make types: mypy on the heart;  make check: lint, types and tests"
+	@echo "make gpu-check    on a GPU: its tests, the sanitizer over every kernel, parity, the canary; make gpu-tables: the timings"
+	@echo "                  (GPU_PYTHON=python3 takes a Python that has a CUDA torch, pytest-xdist and transformers)"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "truegate needs Python 3.11 or newer on the PATH (or make PYTHON=/path/to/python)"; exit 64; }
@@ -33,6 +36,20 @@ types: $(VENV)/.installed
 	$(BIN)/mypy
 
 check: lint types test
+
+# what docs/gpu.md quotes; nothing else may run on the GPU beside the tables
+gpu-check:
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q -n 8 tests/gpu
+	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_memcheck.py
+	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_parity.py
+	PYTHONPATH=src $(GPU_PYTHON) benchmarks/canary_engine.py --device cuda
+
+gpu-tables:
+	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_decode.py qwen3 --no-self-test --profile 1
+	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_decode.py v2lite --no-self-test --fuse-shared --profile 1
+	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_kernels.py
+	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_attention.py
+	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_rows.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info
