@@ -18,6 +18,8 @@ from truegate.kernels.permute import Order
 from truegate.kernels.sizes import Sizes
 from truegate.kernels.tuning import Product
 
+GLUON_IS_KNOWN = triton.__version__.startswith("3.6.")  # it is experimental: with the version it was tested on alone
+
 
 @triton.jit
 def _inline_rows(ids, tile, N, P: tl.constexpr, BM: tl.constexpr, NP: tl.constexpr):
@@ -189,7 +191,7 @@ def grouped_gemm(
     tma = tiling.tma and _can_describe(w, depth)
     tma_a = tma and not first and order is not None
     weigh = sizes.weigh(first=first)
-    if tiling.split and order is not None and bias is None and weigh != "input":
+    if tiling.split and GLUON_IS_KNOWN and order is not None and bias is None and weigh != "input":
         from truegate.kernels import grouped_hopper as hopper  # NVIDIA's alone: not before it is asked for
 
         if hopper.usable(a, w, sizes, block_m, gated=gated):
