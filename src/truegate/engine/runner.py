@@ -190,7 +190,9 @@ class Runner:
         context_lens = [chunk.start + chunk.size for chunk in chunks]
         num_rows, width = len(token_ids), -(-max(context_lens) // size)
         slots = [chunk.sequence.slot for chunk in chunks]
-        token_ids_T, positions_T, slots_T = self._tensor([token_ids, positions, cache_slots]).unbind(0)
+        fields_3T = np.zeros((3, num_rows + num_rows % 2), dtype=np.int64)  # each of the three begins at 16 bytes
+        fields_3T[:, :num_rows] = token_ids, positions, cache_slots
+        token_ids_T, positions_T, slots_T = self._on_device(fields_3T)[:, :num_rows].unbind(0)
         if unknown:
             rows, unknown_slots = zip(*unknown, strict=True)
             token_ids_T[self._tensor(rows)] = self.last_token_buf[self._tensor(unknown_slots)]

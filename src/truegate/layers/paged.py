@@ -93,7 +93,10 @@ class PagedStep:
 
 
 def paged_step(batch: Batch, pool: Pool, rotations_XR: torch.Tensor, *, num_splits: int | None = None) -> PagedStep:
-    """The layout of a batch whose sequences of one row come first; `num_splits` fixes how their contexts are cut."""
+    """The layout of a batch whose sequences of one row come first; `num_splits` fixes how their contexts are cut.
+
+    Numbers and alignment are as in a captured step: kernels are compiled for these, at start and not for a later step.
+    """
     lens, contexts = batch.query_lens, batch.context_lens
     starts = [0, *accumulate(lens)]
     singles = [n for n, size in enumerate(lens) if size == 1]
@@ -102,7 +105,9 @@ def paged_step(batch: Batch, pool: Pool, rotations_XR: torch.Tensor, *, num_spli
         raise ValueError("sequences of one row must come first in a batch that goes through the kernels")
     latent = isinstance(pool, MLAPool)
     groups = groups_of(many, contexts) if latent else [many] if many else []
-    arrays = [np.array([[starts[n] for n in singles], singles, [contexts[n] for n in singles]], dtype=np.int32)]
+    singles_3D = np.zeros((3, -(-len(singles) // 4) * 4), dtype=np.int32)  # each of the three begins at 16 bytes
+    singles_3D[:, : len(singles)] = [starts[n] for n in singles], singles, [contexts[n] for n in singles]
+    arrays = [singles_3D]
     for group in groups:
         firsts = accumulate((contexts[n] for n in group), initial=0)
         paged = [(starts[n], lens[n], contexts[n], n) for n in group]
@@ -111,8 +116,8 @@ def paged_step(batch: Batch, pool: Pool, rotations_XR: torch.Tensor, *, num_spli
         arrays.append(chunk_blocks([lens[n] for n in group], [contexts[n] for n in group]))
     packed = on_device(np.concatenate([array.reshape(-1) for array in arrays]), batch.slots_T.device)
     pieces = iter(packed.split([array.size for array in arrays]))
-    table_NP, page_size = batch.page_table_NP, pool.page_size
-    rows_D, seqs_D, contexts_D = next(pieces).view(3, -1).unbind(0)
+    table_NP, page_size = _as_captured(batch.page_table_NP), pool.page_size
+    rows_D, seqs_D, contexts_D = next(pieces).view(3, -1)[:, : len(singles)].unbind(0)
     decodes = chunks = None
     if singles:
         decodes = PagedDecodes(
@@ -166,6 +171,14 @@ def chunk_blocks(lens: list[int], contexts: list[int], length: int | None = None
 def most_blocks(num_rows: int, num_chunks: int) -> int:
     """Blocks of num_rows rows in at most num_chunks chunks, however they are cut."""
     return min(num_rows, (num_rows + (BLOCK_ROWS - 1) * num_chunks) // BLOCK_ROWS)
+
+
+def _as_captured(table_NP: torch.Tensor) -> torch.Tensor:
+    """The page table in int32, its row stride a multiple of 16, as StepGraphs holds it."""
+    num_rows, width = table_NP.shape
+    wide_NP = table_NP.new_zeros(num_rows, -(-width // 16) * 16, dtype=torch.int32)
+    wide_NP[:, :width] = table_NP
+    return wide_NP
 
 
 def _slots_of(

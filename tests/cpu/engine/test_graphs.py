@@ -154,3 +154,37 @@ def test_steps_that_run_eagerly_leave_no_writes_of_the_page_table_behind(tmp_pat
     assert not steps.graphs.seen
     assert not len(steps.table.take_writes(steps.table.array.shape[1]))
     assert (steps.graphs.table_buf[:-1].numpy() == steps.table.array).all()
+
+
+def test_steps_that_run_eagerly_have_the_layout_that_kernels_were_compiled_for_at_start():
+    """Another dtype, alignment or kind of stride would be compiled when such a step first comes."""
+    from schedules import Toy
+
+    from truegate.layers.paged import paged_step
+
+    class Checked(Toy):
+        def forward(self, batch, pool):
+            step = paged_step(batch, SimpleNamespace(page_size=self.page_size), torch.zeros(1, 2))
+            numbers, one = [batch.token_ids_T, step.positions_T, step.slots_T], step.decodes
+            if one is not None:
+                numbers += one.rows_D, one.seqs_D, one.contexts_D
+                sizes.add(one.size)
+            for numbers_X in numbers:
+                assert numbers_X.stride() == (1,)
+                assert numbers_X.storage_offset() * numbers_X.itemsize % 16 == 0
+            for part in filter(None, (one, step.chunks)):
+                table_NP = part.table_NP
+                assert (table_NP.dtype, table_NP.stride(0) % 16, table_NP.stride(1)) == (torch.int32, 0, 1)
+                assert (table_NP[:, : batch.page_table_NP.shape[1]] == batch.page_table_NP).all()
+            return super().forward(batch, pool)
+
+    sizes = set()
+    config = EngineConfig(device="cpu", max_running=5, max_model_len=40, chunked_prefill_tokens=11, page_size=2)
+    config = resolve(config, cuda=False)
+    engine = Engine(config, Parts(config=config, model=Checked(), tokenizer=None, eos_token_ids=(), num_pages=200))
+    for i in range(7):
+        params = SamplingParams(max_tokens=3 + i, temperature=0.0)
+        engine.add(Request(request_id=str(i), prompt_token_ids=tuple(range(1, 2 + 3 * i)), params=params))
+    while engine.has_work:
+        engine.step()
+    assert sizes >= {1, 2, 3, 4, 5}
