@@ -207,6 +207,7 @@ class Runner:
             query_lens=[chunk.size for chunk in chunks],
             context_lens=context_lens,
             logit_rows_M=self._tensor(sample_rows + prompt_rows),
+            all_valid=self.graphs is None,  # else through the router's kernel as captured steps have it compiled
         )
         return batch, sampled, prompts
 

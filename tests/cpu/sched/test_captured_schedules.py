@@ -45,6 +45,7 @@ class PagedToy(schedules.Toy):
         step = batch.paged or paged.paged_step(batch, pool, self.cosines_XR)
         valid_T, tokens_T = batch.valid_T[: len(batch.token_ids_T)], batch.token_ids_T
         self.num_rows = int(valid_T.sum())
+        assert not batch.all_valid, "eager steps take the router's kernel as captured ones have it compiled"
         assert (step.slots_T[~valid_T] < pool.page_size).all(), "rows that pad write page 0"
         pool.write(0, step.slots_T, tokens_T[:, None].float())
         ids_TK = (tokens_T % EXPERTS)[:, None]
