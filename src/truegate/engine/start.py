@@ -49,6 +49,7 @@ def load_parts(config: EngineConfig) -> Parts:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if config.device != "cpu":
+        torch.cuda.set_device(torch.device(config.device).index or 0)  # kernels and graphs go to the current one
         grow_segments()
     folder = model_folder(config.model)
     dummy = config.load_format == "dummy"

@@ -144,12 +144,15 @@ def permute(ids_TJ: torch.Tensor, num_slots: int, block_m: int) -> Order:
     """
     num = ids_TJ.numel()
     tiles = num // block_m + num_slots  # as many as any choice of ids can need
-    buffer = torch.empty(num + 3 * tiles + 3, dtype=torch.int32, device=ids_TJ.device)
-    order = Order(*buffer.split([num, tiles, tiles, tiles, 3]))
+    sizes = num, tiles, tiles, tiles, 3
+    room = [cdiv(size, 4) * 4 for size in sizes]  # each begins at 16 bytes, or kernels have forms for every alignment
+    buffer = torch.empty(sum(room), dtype=torch.int32, device=ids_TJ.device)
+    order = Order(*(part[:size] for part, size in zip(buffer.split(room), sizes, strict=True)))
     if num > MANY:
         parts = cdiv(num, PART)
-        counts = torch.empty((parts + 1) * num_slots, dtype=torch.int32, device=ids_TJ.device)
-        totals = counts[parts * num_slots :]
+        first = cdiv(parts * num_slots, 4) * 4
+        counts = torch.empty(first + num_slots, dtype=torch.int32, device=ids_TJ.device)
+        totals = counts[first:]
         common = {"P": num_slots, "PP": max(32, power_of_2(num_slots)), "PART": PART}
         start = early(ids_TJ.device)
         _count[(parts,)](ids_TJ, counts, num, parts, **common, **start, num_warps=1)
