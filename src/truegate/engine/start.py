@@ -49,7 +49,9 @@ def load_parts(config: EngineConfig) -> Parts:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if config.device != "cpu":
-        torch.cuda.set_device(torch.device(config.device).index or 0)  # kernels and graphs go to the current one
+        index = torch.device(config.device).index
+        if index is not None:
+            torch.cuda.set_device(index)  # kernels and graphs go to the current one
         grow_segments()
     folder = model_folder(config.model)
     dummy = config.load_format == "dummy"
