@@ -74,7 +74,7 @@ class Captured:
         self.inputs_buf = torch.tensor(idle, device=device)
         self.graph: Any = None
         self.tokens_M: torch.Tensor | None = None  # the likeliest token of each row that samples
-        self.routed: tuple[torch.Tensor, torch.Tensor] | None = None  # ids_XLK, weights_XLK
+        self.routed: tuple[torch.Tensor, ...] = ()  # ids_XLK, weights_XLK: in `StepGraphs.routed_bufs`
 
     def parts(self, inputs: Any) -> list[Any]:
         """Views of an array or tensor like inputs_buf: fields_FX, chunks_C4, blocks_B2 and samples_2M (row, slot)."""
@@ -99,6 +99,7 @@ class StepGraphs:
         made = [Captured(*shape, self.device, self.nobody) for shape in wanted]
         samples = max(one.num_samples for one in made)
         self.logits_buf = torch.empty(samples, model.vocab_size, dtype=model.dtype, device=self.device)
+        self.routed_bufs: tuple[torch.Tensor, ...] = ()  # as logits_buf, one for all sizes
         self._rows_buf = torch.arange(self.nobody, dtype=torch.int32, device=self.device)
         self._memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         for one in made:  # the largest first: the others fit in its memory
@@ -188,7 +189,11 @@ class StepGraphs:
             paged=self._paged(captured, fields_FX, chunks_C4, blocks_B2))  # fmt: skip
         hidden_XD = self.model.forward(batch, self.pool)
         if self.load is not None:
-            captured.routed = batch.recorder.stacked()
+            num_rows = captured.num_decodes + captured.num_rows
+            if not self.routed_bufs or len(self.routed_bufs[0]) < num_rows:  # the first step, the largest
+                self.routed_bufs = batch.recorder.stacked()
+            ids_buf, weights_buf = self.routed_bufs
+            captured.routed = batch.recorder.stacked((ids_buf[:num_rows], weights_buf[:num_rows]))
             self.load.count(captured.routed[0], valid_X)
         sampled_MD, slot_M = (hidden_XD[samples_2M[0]], samples_2M[1]) if captured.num_rows else (hidden_XD, slot)
         logits_MV = self.logits_buf[: captured.num_samples]

@@ -23,15 +23,18 @@ class Recorder:
         self._ids.append(routed.logical_TK)
         self._weights.append(routed.chosen_TK if later == 1 else routed.chosen_TK * later)
 
-    def stacked(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids_TLK int64 and weights_TLK fp32; layers with fewer choices are padded with id -1 and weight 0."""
+    def stacked(self, out: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)) -> tuple[torch.Tensor, ...]:
+        """ids_TLK int64 and weights_TLK fp32; layers with fewer choices are padded with id -1 and weight 0.
+
+        Written to `out` where given: tensors of the same shapes and dtypes.
+        """
         width = max(ids.shape[1] for ids in self._ids)
 
-        def stack(parts: list[torch.Tensor], fill: int) -> torch.Tensor:
+        def stack(parts: list[torch.Tensor], fill: int, out: torch.Tensor | None) -> torch.Tensor:
             missing = (width - part.shape[1] for part in parts)  # most often none, and padding by none would copy
             padded = [
                 torch.nn.functional.pad(p, (0, n), value=fill) if n else p for p, n in zip(parts, missing, strict=True)
             ]
-            return torch.stack(padded, dim=1)
+            return torch.stack(padded, dim=1, out=out)
 
-        return stack(self._ids, -1), stack(self._weights, 0)
+        return stack(self._ids, -1, out[0]), stack(self._weights, 0, out[1])
