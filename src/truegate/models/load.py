@@ -50,7 +50,8 @@ class LoadedModel(Protocol):
         """hidden_TD after the last norm, having written the batch's keys and values to `pool` at `slots_T`.
 
         Sequence n holds rows sum(query_lens[:n]) .. sum(query_lens[:n + 1]); padded rows come after all sequences.
-        Any mix of prefill, chunked prefill (context_lens > query_lens) and decode (query_lens == 1) is one batch.
+        Any mix of prefill, chunked prefill (context_lens > query_lens) and decode (query_lens == 1) is one batch; on a
+        GPU sequences of one row come first, else ValueError.
         Tensors returned are inference tensors: read them, or work on them under torch.inference_mode.
         """
         ...
