@@ -93,7 +93,8 @@ def check_silu_mul(num_rows: int, width: int, *, dtype, device) -> None:
 
 
 def check_gate(num_rows: int, num_out: int, width: int, *, biased: bool, dtype, device) -> None:
-    from truegate.kernels.gate import gate
+    from truegate.kernels.gate import FEW, gate
+    from truegate.kernels.ref.gate import gate as twin
 
     tensors = Tensors(num_rows, dtype=dtype, device=device)
     x_TD = torch.full((num_rows + 3, width + 8), float("nan"), dtype=dtype, device=device)[:num_rows, :width]
@@ -102,10 +103,10 @@ def check_gate(num_rows: int, num_out: int, width: int, *, biased: bool, dtype, 
     weight_ED.copy_(tensors(num_out, width).float() * 1.0009765625)
     bias_E = tensors(num_out).float() if biased else None
     y_TE = gate(x_TD, weight_ED, bias_E)
-    exact = torch.nn.functional.linear(x_TD.double(), weight_ED.double(), None if bias_E is None else bias_E.double())
+    exact = twin(x_TD, weight_ED, bias_E)
     assert y_TE.dtype == torch.float32
-    # the matrix units round their sums towards zero; float32 on the ordinary cores has 2e-6 of 7,168 columns
-    assert float((y_TE - exact).abs().max() / exact.abs().max()) < 4e-6
+    # the matrix units round their sums towards zero, and many rows make the chains long
+    assert float((y_TE - exact).abs().max() / exact.abs().max()) < (2e-6 if num_rows <= FEW else 4e-6)
 
 
 def check_gate_keeps_bits(num_rows: int, num_out: int, width: int, *, dtype, device) -> None:

@@ -1,8 +1,8 @@
-"""Twin of kernels/gate.py."""
+"""Twin of kernels/gate.py, in float64."""
 
 import torch
 
 
 def gate(x_TD, weight_ED, bias_E=None) -> torch.Tensor:
-    """x W^T + b in float32."""
-    return torch.nn.functional.linear(x_TD.float(), weight_ED, bias_E)
+    """x W^T + b."""
+    return torch.nn.functional.linear(x_TD.double(), weight_ED.double(), None if bias_E is None else bias_E.double())
