@@ -60,7 +60,8 @@ class Engine:
         self.runner = Runner(parts.model, pool, self.scheduler.table, config)
         if self.runner.device.type != "cpu":
             rows = config.chunked_prefill_tokens
-            warm_up(parts.model, pool, num_rows=rows, max_length=min(rows, config.max_model_len))
+            length, eager_alone = min(rows, config.max_model_len), self.runner.graphs is None
+            warm_up(parts.model, pool, num_rows=rows, max_length=length, all_valid=eager_alone)
         self._answers: dict[str, list[Sequence]] = {}  # live ones, by request
         self._order = 0
         self._outbox: list[StepOutput] = []

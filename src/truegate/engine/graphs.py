@@ -22,6 +22,7 @@ from truegate.layers.paged import (
     PagedDecodes,
     PagedStep,
     chunk_blocks,
+    empty_table,
     most_blocks,
     on_device,
 )  # fmt: skip
@@ -53,7 +54,7 @@ def shapes(max_running: int, max_rows: int) -> list[tuple[int, int]]:
 
 
 class Captured:
-    """One captured step: fill `inputs`, replay, read the outputs before the next replay of any size."""
+    """One captured step: fill `inputs_buf`, replay, read the outputs before the next replay of any size."""
 
     def __init__(self, num_decodes: int, num_rows: int, device: torch.device, nobody: int) -> None:
         self.num_decodes, self.num_rows = num_decodes, num_rows
@@ -74,7 +75,6 @@ class Captured:
         self.inputs_buf = torch.tensor(idle, device=device)
         self.graph: Any = None
         self.tokens_M: torch.Tensor | None = None  # the likeliest token of each row that samples
-        self.routed: tuple[torch.Tensor, ...] = ()  # ids_XLK, weights_XLK: in `StepGraphs.routed_bufs`
 
     def parts(self, inputs: Any) -> list[Any]:
         """Views of an array or tensor like inputs_buf: fields_FX, chunks_C4, blocks_B2 and samples_2M (row, slot)."""
@@ -91,15 +91,14 @@ class StepGraphs:
         self.model, self.pool, self.table, self.last_token_buf, self.load = model, pool, table, last_token_buf, load
         self.device = last_token_buf.device
         self.nobody, num_pages = table.array.shape  # the last row of the buffers by slot is no sequence's
-        width = -(-num_pages // 16) * 16  # a row stride that kernels are compiled for once
-        self.table_buf = torch.zeros(self.nobody + 1, width, dtype=torch.int32, device=self.device)
+        self.table_buf = empty_table(self.nobody + 1, num_pages, self.device)
         self.expands = isinstance(pool, MLAPool)
         table.record_writes()
         wanted = sorted(shapes(self.nobody, max_rows), key=sum, reverse=True)
         made = [Captured(*shape, self.device, self.nobody) for shape in wanted]
         samples = max(one.num_samples for one in made)
         self.logits_buf = torch.empty(samples, model.vocab_size, dtype=model.dtype, device=self.device)
-        self.routed_bufs: tuple[torch.Tensor, ...] = ()  # as logits_buf, one for all sizes
+        self.routed_bufs: tuple[torch.Tensor, ...] = ()  # ids_XLK and weights_XLK; as logits_buf, one for all sizes
         self._rows_buf = torch.arange(self.nobody, dtype=torch.int32, device=self.device)
         self._memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         for one in made:  # the largest first: the others fit in its memory
@@ -159,7 +158,7 @@ class StepGraphs:
         num_rows = sum(chunk.size for chunk in chunks)
         num_decodes = sum(chunk.size == 1 for chunk in chunks)
         end = captured.num_decodes + num_rows - num_decodes
-        return tuple(torch.cat((part[:num_decodes], part[captured.num_decodes : end])) for part in captured.routed)
+        return tuple(torch.cat((part[:num_decodes], part[captured.num_decodes : end])) for part in self.routed_bufs)
 
     def update_table(self) -> None:
         """Bring the page table's copy up to date: for every step, or what eager ones wrote would pile up."""
@@ -193,8 +192,8 @@ class StepGraphs:
             if not self.routed_bufs or len(self.routed_bufs[0]) < num_rows:  # the first step, the largest
                 self.routed_bufs = batch.recorder.stacked()
             ids_buf, weights_buf = self.routed_bufs
-            captured.routed = batch.recorder.stacked((ids_buf[:num_rows], weights_buf[:num_rows]))
-            self.load.count(captured.routed[0], valid_X)
+            ids_XLK, _ = batch.recorder.stacked((ids_buf[:num_rows], weights_buf[:num_rows]))
+            self.load.count(ids_XLK, valid_X)
         sampled_MD, slot_M = (hidden_XD[samples_2M[0]], samples_2M[1]) if captured.num_rows else (hidden_XD, slot)
         logits_MV = self.logits_buf[: captured.num_samples]
         torch.mm(sampled_MD, self.model.head.t(), out=logits_MV)
@@ -214,8 +213,9 @@ class StepGraphs:
                 num_splits=self.model.num_splits)  # fmt: skip
         if captured.num_rows:
             table_NP = None if self.expands else self.table_buf
-            numbers = {"chunks_C4": chunks_C4.int(), "blocks_B2": blocks_B2.int()}
-            chunks = PagedChunks(**numbers, table_NP=table_NP, page_size=page_size)
+            chunks = PagedChunks(
+                chunks_C4=chunks_C4.int(), blocks_B2=blocks_B2.int(), table_NP=table_NP, page_size=page_size
+            )  # fmt: skip
             if self.expands:
                 chunks, expanded = None, (Expanded(slots_S=place[num_decodes:], chunks=chunks),)
         return PagedStep(

@@ -14,7 +14,7 @@ from truegate.cache.pages import PageTable
 from truegate.config import EngineConfig
 from truegate.engine.graphs import Captured, StepGraphs
 from truegate.engine.sampler import Described, Sampler, describe
-from truegate.layers.paged import on_device
+from truegate.layers.paged import aligned, on_device
 from truegate.moe.recorder import Recorder
 from truegate.sched.scheduler import Chunk
 from truegate.sched.sequence import Sequence
@@ -190,9 +190,8 @@ class Runner:
         context_lens = [chunk.start + chunk.size for chunk in chunks]
         num_rows, width = len(token_ids), -(-max(context_lens) // size)
         slots = [chunk.sequence.slot for chunk in chunks]
-        fields_3T = np.zeros((3, num_rows + num_rows % 2), dtype=np.int64)  # each of the three begins at 16 bytes
-        fields_3T[:, :num_rows] = token_ids, positions, cache_slots
-        token_ids_T, positions_T, slots_T = self._on_device(fields_3T)[:, :num_rows].unbind(0)
+        fields_3T = self._on_device(aligned([token_ids, positions, cache_slots], np.int64))[:, :num_rows]
+        token_ids_T, positions_T, slots_T = fields_3T.unbind(0)
         if unknown:
             rows, unknown_slots = zip(*unknown, strict=True)
             token_ids_T[self._tensor(rows)] = self.last_token_buf[self._tensor(unknown_slots)]

@@ -14,13 +14,13 @@ from truegate.types import Batch
 
 
 @torch.inference_mode()
-def warm_up(model: Any, pool: Pool, *, num_rows: int, max_length: int) -> None:
+def warm_up(model: Any, pool: Pool, *, num_rows: int, max_length: int, all_valid: bool = True) -> None:
     """One prefill of num_rows rows in sequences of at most max_length, as eager steps run, and one row's logits.
 
-    UserError where the device has not the memory.
+    all_valid as the eager steps have it. UserError where the device has not the memory.
     """
     try:
-        _prefill(model, pool, num_rows, max_length)
+        _prefill(model, pool, num_rows, max_length, all_valid)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"a step of {num_rows} rows does not fit beside the weights and {pool.num_bytes / 2**30:.2f} GiB of cache: "
@@ -28,7 +28,7 @@ def warm_up(model: Any, pool: Pool, *, num_rows: int, max_length: int) -> None:
         ) from error
 
 
-def _prefill(model: Any, pool: Pool, num_rows: int, max_length: int) -> None:
+def _prefill(model: Any, pool: Pool, num_rows: int, max_length: int, all_valid: bool) -> None:
     lens = [max_length] * (num_rows // max_length) + [num_rows % max_length] * (num_rows % max_length > 0)
     lens.sort(key=lambda size: size > 1)  # a sequence of one row comes first
     nobody_T = torch.zeros(num_rows, dtype=torch.int64, device=model.device)
@@ -36,7 +36,8 @@ def _prefill(model: Any, pool: Pool, num_rows: int, max_length: int) -> None:
     batch = Batch(
         token_ids_T=nobody_T, positions_T=torch.cat(positions), valid_T=nobody_T == 0, slots_T=nobody_T,
         page_table_NP=nobody_T.new_zeros(len(lens), -(-max(lens) // pool.page_size)), query_lens=lens,
-        context_lens=lens, logit_rows_M=nobody_T[:1], recorder=Recorder() if model.moe_layers else None)  # fmt: skip
+        context_lens=lens, logit_rows_M=nobody_T[:1], all_valid=all_valid,
+        recorder=Recorder() if model.moe_layers else None)  # fmt: skip
     hidden_TD = model.forward(batch, pool)
     if model.moe_layers:
         batch.recorder.stacked()

@@ -6,6 +6,7 @@ T rows, D sequences with one row, C chunks (sequences with more), N sequences, P
 B blocks of chunks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -105,9 +106,7 @@ def paged_step(batch: Batch, pool: Pool, rotations_XR: torch.Tensor, *, num_spli
         raise ValueError("sequences of one row must come first in a batch that goes through the kernels")
     latent = isinstance(pool, MLAPool)
     groups = groups_of(many, contexts) if latent else [many] if many else []
-    singles_3D = np.zeros((3, -(-len(singles) // 4) * 4), dtype=np.int32)  # each of the three begins at 16 bytes
-    singles_3D[:, : len(singles)] = [starts[n] for n in singles], singles, [contexts[n] for n in singles]
-    arrays = [singles_3D]
+    arrays = [aligned([[starts[n] for n in singles], singles, [contexts[n] for n in singles]], np.int32)]
     for group in groups:
         firsts = accumulate((contexts[n] for n in group), initial=0)
         paged = [(starts[n], lens[n], contexts[n], n) for n in group]
@@ -174,11 +173,23 @@ def most_blocks(num_rows: int, num_chunks: int) -> int:
 
 
 def _as_captured(table_NP: torch.Tensor) -> torch.Tensor:
-    """The page table in int32, its row stride a multiple of 16, as StepGraphs holds it."""
-    num_rows, width = table_NP.shape
-    wide_NP = table_NP.new_zeros(num_rows, -(-width // 16) * 16, dtype=torch.int32)
-    wide_NP[:, :width] = table_NP
+    """The page table as StepGraphs holds it."""
+    wide_NP = empty_table(*table_NP.shape, table_NP.device)
+    wide_NP[:, : table_NP.shape[1]] = table_NP
     return wide_NP
+
+
+def empty_table(num_rows: int, num_pages: int, device: torch.device) -> torch.Tensor:
+    """Zeros for a page table as the kernels read it: int32, rows a multiple of 16 apart."""
+    return torch.zeros(num_rows, -(-num_pages // 16) * 16, dtype=torch.int32, device=device)
+
+
+def aligned(rows: Sequence[Sequence[int]], dtype: type[np.integer]) -> np.ndarray:
+    """The rows, all of one length, as an array each row of which begins at 16 bytes, zeros behind them."""
+    length, step = len(rows[0]), 16 // np.dtype(dtype).itemsize
+    array = np.zeros((len(rows), -(-length // step) * step), dtype=dtype)
+    array[:, :length] = rows
+    return array
 
 
 def _slots_of(

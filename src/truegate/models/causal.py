@@ -113,9 +113,7 @@ class CausalLM(nn.Module):
 
         The residual, the norm of it, and what goes in and out of a layer; and the part of a layer that holds most.
         """
-        parts = [block.attention.values(expanded) for block in self.blocks] + [
-            block.mlp.values() for block in self.blocks
-        ]
+        parts = [part for block in self.blocks for part in (block.attention.values(expanded), block.mlp.values())]
         most = max(num_rows * each + fixed for each, fixed in parts)
         return self.dtype.itemsize * (num_rows * 4 * self.sizes.hidden + most)
 

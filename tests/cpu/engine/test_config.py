@@ -78,7 +78,7 @@ def test_a_gpu_fuses_shared_experts_where_the_plan_allows_it(settings, width, fu
     assert fuses_shared(config, tmp_path) is fused
 
 
-def test_a_gpu_keeps_free_what_steps_need(monkeypatch):
+def test_a_gpu_keeps_free_what_steps_need():
     """At least 1 GiB; more for long steps, of which the model knows what they hold."""
     asked = []
 
