@@ -6,8 +6,10 @@ Each batch: prompts of 1,024 random tokens, one engine, no prefix cache. Prefill
 request to the first token of the last one, while prompts that are through go on answering (whose tokens are not
 counted); "alone": the same with answers of one token, as engines have it that prefill a whole batch before its first
 decode step. Decode: median time between engine steps once all run. Roofline: bytes of the step (weights outside
-experts, the experts that B uniformly routed rows hit, keys and values) over --bandwidth. Profile: kernels of steady
-decode steps as the device ran them: how many a layer, time by name, largest gap.
+experts, the experts that B uniformly routed rows hit, keys and values) over --bandwidth. Prefill's: operations of a
+prompt over the rate of large matrix products that run for --seconds, measured here after the batches (a GPU at its
+power limit is slower then than in a short test). Profile: kernels of steady decode steps, and of prefill steps, as the
+device ran them: how many a layer, time by name, largest gap.
 """
 
 import argparse
@@ -102,13 +104,49 @@ def roofline_ms(model: Any, batch: int, context: int, bandwidth: float) -> float
     return num_bytes / bandwidth / 1e9
 
 
-def run(engine: Engine, batch: int, num_out: int, seed: int) -> dict[str, float]:
-    """Prefill and decode of one batch: seconds to all first tokens, median milliseconds of a decode step."""
+def prompt_operations(model: Any, config: dict[str, Any]) -> float:
+    """Operations of a prompt token, logits left out: two a weight that it meets, and attention to half a prompt."""
+    slots = [layer.spec.top_k + layer.plan.num_shared for layer in model.moe_layers]
+    sizes = [layer.w_gate_up[0].numel() + layer.w_down[0].numel() for layer in model.moe_layers]
+    experts = sum(layer.w_gate_up.numel() + layer.w_down.numel() for layer in model.moe_layers)
+    rest = sum(b.numel() for b in model.buffers() if b.dtype == model.dtype) - experts - 2 * model.embedding.numel()
+    head = config.get("head_dim") or config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    pair = 2 * config["num_attention_heads"] * (head + config.get("v_head_dim", head))
+    attention = model.num_layers * pair * PROMPT / 2
+    return 2.0 * (rest + sum(a * b for a, b in zip(slots, sizes, strict=True))) + attention
+
+
+def steady_rate(seconds: float) -> float:
+    """Operations a second of bf16 products [8192, 8192] x [8192, 8192] of random values, one after another so long."""
+    left, right = torch.randn((2, 8192, 8192), device="cuda").to(torch.bfloat16).unbind()
+
+    def rate(count: int) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(count):
+            left @ right
+        end.record()
+        end.synchronize()
+        return 2 * 8192**3 * count / begin.elapsed_time(end) * 1e3
+
+    rate(3)
+    count = max(1, int(seconds / 2 * rate(10) / (2 * 8192**3)))
+    rate(count)  # the first half warms the chip
+    return rate(count)
+
+
+def ask(engine: Engine, batch: int, num_out: int, seed: int) -> None:
+    """Add `batch` requests of random prompts."""
     generator = torch.Generator().manual_seed(seed)
     params = SamplingParams(max_tokens=num_out, temperature=0, ignore_eos=True)
     for i in range(batch):
         prompt = torch.randint(0, engine.model.vocab_size, (PROMPT,), generator=generator).tolist()
         engine.add(Request(request_id=f"{seed}-{i}", prompt_token_ids=tuple(prompt), params=params))
+
+
+def run(engine: Engine, batch: int, num_out: int, seed: int) -> dict[str, float]:
+    """Prefill and decode of one batch: seconds to all first tokens, median milliseconds of a decode step."""
+    ask(engine, batch, num_out, seed)
     torch.cuda.synchronize()
     began = time.perf_counter()
     waiting, moments, prefill = batch, [], 0.0
@@ -135,9 +173,7 @@ def run(engine: Engine, batch: int, num_out: int, seed: int) -> dict[str, float]
 
 def profile(engine: Engine, batch: int, num_steps: int = 6) -> dict[str, Any]:
     """What the device ran in steady decode steps."""
-    params = SamplingParams(max_tokens=num_steps + 12, temperature=0, ignore_eos=True)
-    for i in range(batch):
-        engine.add(Request(request_id=f"p{i}", prompt_token_ids=(5,) * PROMPT, params=params))
+    ask(engine, batch, num_steps + 12, seed=-1)
     for _ in range(6):
         engine.step()
     while any(one.num_output < 2 for one in engine.scheduler.running):
@@ -147,7 +183,7 @@ def profile(engine: Engine, batch: int, num_steps: int = 6) -> dict[str, Any]:
             engine.step()
         torch.cuda.synchronize()
     for i in range(batch):
-        engine.cancel(f"p{i}")
+        engine.cancel(f"-1-{i}")
     while engine.has_work:
         engine.step()
     return summary(trace, num_steps)
@@ -155,9 +191,7 @@ def profile(engine: Engine, batch: int, num_steps: int = 6) -> dict[str, Any]:
 
 def profile_prefill(engine: Engine, rows: int) -> dict[str, Any]:
     """What the device ran in one prefill step of `rows` rows."""
-    params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-    for i in range(rows // PROMPT):
-        engine.add(Request(request_id=f"q{i}", prompt_token_ids=(7,) * PROMPT, params=params))
+    ask(engine, rows // PROMPT, 1, seed=-2)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         while engine.has_work:
             engine.step()
@@ -210,6 +244,7 @@ def main() -> int:
     parser.add_argument("--no-self-test", action="store_true")
     parser.add_argument("--profile", type=int, nargs="*", default=[], metavar="BATCH", help="also profile these")
     parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s, read plus written, as a device copy has it")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of matrix products, for prefill's roofline")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     import triton
@@ -249,6 +284,12 @@ def main() -> int:
         peak = torch.cuda.max_memory_reserved() / 2**30 - facts["weights_gib"] - facts["kv_gib"]
         print(f"{name} peak beyond weights and KV: {peak:.2f} GiB", flush=True)
         rows["peak_rest_gib"] = peak
+        rate = steady_rate(options.seconds)
+        ceiling = rate / prompt_operations(engine.model, CONFIGS[name])
+        shares = ", ".join(f"B={b} {rows[str(b)]['alone_tok_s'] / ceiling:.0%}" for b in options.batch)
+        print(f"{name} products 8192^3 for {options.seconds} s: {rate / 1e12:.0f} TFLOP/s; prefill at that rate "
+              f"{ceiling:.0f} tok/s, of which alone has {shares}", flush=True)  # fmt: skip
+        rows["rate"], rows["prefill_ceiling_tok_s"] = rate, ceiling
         found[name] = rows
         if options.json:
             options.json.write_text(json.dumps(found, indent=1))

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra import libdevice
 
 from truegate.kernels.permute import Order
 from truegate.kernels.sizes import Sizes
@@ -71,10 +72,9 @@ def _copies(
             first = expert * (2 * C if GATED else C) + block * columns
             second = first + C if GATED else first + 128
             if GATHER:
-                ok0 = lane < rows
-                ok1 = lane + 64 < rows
-                n0 = gl.load(order + start + lane, mask=ok0, other=0)
-                n1 = gl.load(order + start + 64 + lane, mask=ok1, other=0)
+                # behind the last row the last row again: a sum of its own that is not stored
+                n0 = gl.load(order + start + gl.minimum(lane, rows - 1))
+                n1 = gl.load(order + start + gl.minimum(lane + 64, rows - 1))
                 at0 = a + (n0 // J).to(gl.int64)[:, None] * D + k_lane[None, :]
                 at1 = a + (n1 // J).to(gl.int64)[:, None] * D + k_lane[None, :]
             # seen by who has waited for the tile's first stage; SLOTS - 1 tiles ahead of the slowest at most
@@ -90,8 +90,9 @@ def _copies(
                 tma.async_copy_global_to_shared(w_box, [first, k], ready, b.slice(0, 128, 0))
                 tma.async_copy_global_to_shared(w_box, [second, k], ready, b.slice(128, 128, 0))
                 if GATHER:
-                    async_copy.async_copy_global_to_shared(a_buf.index(2 * stage), at0 + k, mask=ok0[:, None])
-                    async_copy.async_copy_global_to_shared(a_buf.index(2 * stage + 1), at1 + k, mask=ok1[:, None])
+                    async_copy.async_copy_global_to_shared(a_buf.index(2 * stage), at0 + k)
+                    if rows > 64:
+                        async_copy.async_copy_global_to_shared(a_buf.index(2 * stage + 1), at1 + k)
                     async_copy.mbarrier_arrive(ready, increment_count=False)
                 else:
                     tma.async_copy_global_to_shared(a_box, [start, k], ready, a_buf.index(2 * stage))
@@ -108,16 +109,41 @@ def _copies(
 
 
 @gluon.jit
+def _step(acc, k, stage, phase, a_buf, b_buf, full, empty, HALF: gl.constexpr, GATHER: gl.constexpr,
+          STAGES: gl.constexpr):  # fmt: skip
+    """Add 64 values of depth; the stage before is free again."""
+    mbarrier.wait(full.index(stage), phase)
+    if GATHER:
+        fence_async_shared()  # A was written by ordinary copies
+    acc = warpgroup_mma(a_buf.index(2 * stage + HALF), b_buf.index(stage).permute((1, 0)), acc, use_acc=k > 0,
+                        is_async=True)  # fmt: skip
+    acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+    mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=k > 0)
+    stage, phase = _next_stage(stage, phase, STAGES)
+    return acc, stage, phase
+
+
+@gluon.jit
+def _store(at, half, ok, wide: gl.constexpr):
+    left, right = gl.split(gl.permute(gl.reshape(half, [64, 2, 64]), [0, 2, 1]))
+    gl.store(at, gl.convert_layout(left, wide), mask=ok)
+    gl.store(at + 64, gl.convert_layout(right, wide), mask=ok)
+
+
+@gluon.jit
 def _products(weights, out, order, tile_buf, a_buf, b_buf, full, empty, HALF: gl.constexpr, C: gl.constexpr,
               D: gl.constexpr, GATED: gl.constexpr, GATHER: gl.constexpr, WEIGH: gl.constexpr,
               STAGES: gl.constexpr):  # fmt: skip
     """Rows 64 * HALF.. of every tile; where a tile has none there, it only lets the copies go on."""
     columns: gl.constexpr = BN // 2 if GATED else BN
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    # what goes to memory at once: 128 columns of h, or 64 of out, of which there are four and little room
+    at_once: gl.constexpr = 128 if GATED else 64
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16] if GATED else [4, 8], [4, 1], [1, 0])
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     row = gl.arange(0, 64, gl.SliceLayout(1, wide))
-    lane = gl.arange(0, 128, gl.SliceLayout(0, wide))
+    lane = gl.arange(0, at_once, gl.SliceLayout(0, wide))
+    m = gl.arange(0, 64, one)
     dtype: gl.constexpr = out.dtype.element_ty
     stage = 0
     phase = 0
@@ -129,35 +155,32 @@ def _products(weights, out, order, tile_buf, a_buf, b_buf, full, empty, HALF: gl
         block = gl.max(tile_buf.index(slot + 2).load(one), 0)
         rows -= 64 * HALF
         if rows > 0:
-            ok = row < rows
-            n = start + row
             if not GATED:
-                n = gl.load(order + n, mask=ok, other=0)
-            if WEIGH:
-                m = gl.arange(0, 64, gl.SliceLayout(1, layout))
-                scale = gl.load(weights + gl.load(order + start + m, mask=m < rows, other=0), mask=m < rows, other=0.0)
-            at = out + n.to(gl.int64)[:, None] * C + (block * columns + lane)[None, :]
+                n_m = gl.load(order + start + m, mask=m < rows, other=0)
             acc = gl.zeros([64, BN], gl.float32, layout)
-            for k in range(0, D, BK):
-                mbarrier.wait(full.index(stage), phase)
-                if GATHER:
-                    fence_async_shared()
-                acc = warpgroup_mma(a_buf.index(2 * stage + HALF), b_buf.index(stage).permute((1, 0)), acc,
-                                    use_acc=k > 0, is_async=True)  # fmt: skip
-                acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-                mbarrier.arrive(empty.index(_before(stage, STAGES)), pred=k > 0)
-                stage, phase = _next_stage(stage, phase, STAGES)
+            acc, stage, phase = _step(acc, 0, stage, phase, a_buf, b_buf, full, empty, HALF, GATHER, STAGES)
+            if WEIGH:  # not before the first step: it would wait for the order
+                scale = gl.load(weights + n_m, mask=m < rows, other=0.0)
+            for k in range(BK, D, BK):
+                acc, stage, phase = _step(acc, k, stage, phase, a_buf, b_buf, full, empty, HALF, GATHER, STAGES)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             mbarrier.arrive(empty.index(_before(stage, STAGES)))
             if WEIGH:
-                acc *= scale.to(gl.float32)[:, None]
+                acc *= gl.convert_layout(scale, gl.SliceLayout(1, layout)).to(gl.float32)[:, None]
             left, right = gl.split(gl.permute(gl.reshape(acc, [64, 2, 128]), [0, 2, 1]))
             if GATED:
-                h = left * right / (1.0 + gl.exp(-left))
-                gl.store(at, gl.convert_layout(h.to(dtype), wide), mask=ok[:, None])
+                n = start + row
             else:
-                gl.store(at, gl.convert_layout(left.to(dtype), wide), mask=ok[:, None])
-                gl.store(at + 128, gl.convert_layout(right.to(dtype), wide), mask=ok[:, None])
+                n = gl.convert_layout(n_m, gl.SliceLayout(1, wide))
+            at = out + n.to(gl.int64)[:, None] * C + (block * columns + lane)[None, :]
+            ok = (row < rows)[:, None]
+            if GATED:
+                # SiLU in few instructions: where exp(-left) is near infinity the quotient is 0
+                h = libdevice.fast_dividef(left * right, 1.0 + libdevice.exp2(left * -1.4426950408889634))
+                gl.store(at, gl.convert_layout(h.to(dtype), wide), mask=ok)
+            else:
+                _store(at, left.to(dtype), ok, wide)
+                _store(at + 128, right.to(dtype), ok, wide)
         else:
             for _ in range(0, D, BK):
                 mbarrier.wait(full.index(stage), phase)
