@@ -236,7 +236,7 @@ def main() -> int:
     parser.add_argument("model", nargs="+", choices=list(CONFIGS))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--out", type=int, default=256, help="tokens an answer")
-    parser.add_argument("--chunk", type=int, default=8320, help="rows of one step: 8 prompts beside 128 decodes")
+    parser.add_argument("--chunk", type=int, default=16512, help="rows of one step: 16 prompts beside 128 decodes")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--experts", help="default: the device's")
     parser.add_argument("--router")
@@ -282,8 +282,9 @@ def main() -> int:
                 rows[f"prefill_{prompts}"] = seen = profile_prefill(engine, prompts * PROMPT)
                 show(seen, layers)
         peak = torch.cuda.max_memory_reserved() / 2**30 - facts["weights_gib"] - facts["kv_gib"]
-        print(f"{name} peak beyond weights and KV: {peak:.2f} GiB", flush=True)
-        rows["peak_rest_gib"] = peak
+        held = (torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()) / 2**30
+        print(f"{name} peak beyond weights and KV: {peak:.2f} GiB; at most {held:.2f} in use by a step", flush=True)
+        rows["peak_rest_gib"], rows["step_gib"] = peak, held
         rate = steady_rate(options.seconds)
         ceiling = rate / prompt_operations(engine.model, CONFIGS[name])
         shares = ", ".join(f"B={b} {rows[str(b)]['alone_tok_s'] / ceiling:.0%}" for b in options.batch)

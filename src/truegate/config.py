@@ -84,7 +84,7 @@ def resolve(config: EngineConfig, *, cuda: bool) -> EngineConfig:
         raise UserError(f"mem_fraction must be above 0 and at most 1, got {config.mem_fraction!r}")
     if config.mem_fraction is not None and config.kv_cache_gib is not None:
         raise UserError("mem_fraction and kv_cache_gib both size the cache: give one")
-    rows = config.chunked_prefill_tokens or (512 if on_cpu else 4096)
+    rows = config.chunked_prefill_tokens or (512 if on_cpu else 8192)
     running = config.max_running or min(64 if on_cpu else 256, rows)
     if running > rows:
         raise UserError(

@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 
 import experts_cases as cases
 
+from truegate.kernels import experts
 from truegate.kernels.permute import permute
 from truegate.kernels.ref.permute import permute as twin
 from truegate.law.faults import FAULTS
@@ -61,6 +62,31 @@ def test_programs_that_take_many_tiles(path, dtype):
         x, ids, weights = cases.rows(one, num_rows, 6, seed=num_rows)
         got = cases.run(one, TILINGS[path], x, ids, weights)
         assert cases.worst(got, cases.reference(one, x, ids, weights)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("path", ["64", "128 tma", "128 tma persistent", "128 split"])
+def test_columns_one_part_after_the_other_are_all_columns(path, monkeypatch):
+    one = cases.layer(16, 1280, 256, dtype=torch.bfloat16, device="cuda", unused=(3, 15))
+    for num_rows in (130, 2100):
+        inputs = cases.rows(one, num_rows, 6, seed=num_rows)
+        whole = cases.run(one, TILINGS[path], *inputs)
+        assert cases.worst(whole, cases.reference(one, *inputs)) < TOLERANCE[torch.bfloat16]
+        with monkeypatch.context() as patch:
+            patch.setattr(experts, "OUT_BYTES", num_rows * 6 * 2 * 512)
+            assert len(experts.columns_at_once(num_rows * 6, 1280, 2)) == 3
+            assert torch.equal(cases.run(one, TILINGS[path], *inputs), whole)
+
+
+def test_warps_that_copy_and_warps_that_multiply_never_miss_each_other():
+    """Many launches beside other work, which moves them against each other: always the same numbers."""
+    one = cases.layer(24, 512, 256, dtype=torch.bfloat16, device="cuda")
+    inputs = cases.rows(one, 3000, 6)
+    first, busy = cases.run(one, TILINGS["128 split"], *inputs), torch.randn((4096, 4096), device="cuda")
+    beside = torch.cuda.Stream()
+    for i in range(200):
+        with torch.cuda.stream(beside):
+            busy[: 512 * (i % 8 + 1)] @ busy
+        assert torch.equal(cases.run(one, TILINGS["128 split"], *inputs), first)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])

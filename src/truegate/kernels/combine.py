@@ -12,7 +12,7 @@ from truegate.kernels.launch import cdiv, early, power_of_2, take_turn
 
 
 @triton.jit
-def _combine(out, ids, y, J: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+def _combine(out, ids, y, y_row, J: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
              EARLY: tl.constexpr):  # fmt: skip
     take_turn(EARLY)
     t = tl.program_id(0).to(tl.int64)
@@ -22,16 +22,19 @@ def _combine(out, ids, y, J: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLO
         expert = tl.load(ids + t * J + j)
         ok = (expert >= 0) & (expert < P) & (column < D)
         total += tl.load(out + (t * J + j) * D + column, mask=ok, other=0.0).to(tl.float32)
-    tl.store(y + t * D + column, total.to(y.dtype.element_ty), mask=column < D)
+    tl.store(y + t * y_row + column, total.to(y.dtype.element_ty), mask=column < D)
 
 
 def combine(out_ND: torch.Tensor, ids_TJ: torch.Tensor, num_slots: int, y_TD: torch.Tensor) -> torch.Tensor:
-    """y[t] = sum_j out[t * J + j] over valid slots, in slot order, fp32; y_TD contiguous in out's dtype, returned."""
+    """y[t] = sum_j out[t * J + j] over valid slots, in slot order, fp32; y_TD in out's dtype, returned.
+
+    out_ND contiguous; y_TD may be some columns of wider rows.
+    """
     (num_rows, width), hidden = ids_TJ.shape, out_ND.shape[1]
     block = 256 if num_rows < 256 else 1024
     block = min(block, power_of_2(hidden))
     _combine[(num_rows, cdiv(hidden, block))](
-        out_ND, ids_TJ, y_TD, J=width, P=num_slots, D=hidden, BLOCK=block, **early(out_ND.device),
+        out_ND, ids_TJ, y_TD, y_TD.stride(0), J=width, P=num_slots, D=hidden, BLOCK=block, **early(out_ND.device),
         num_warps=2 if block <= 256 else 4,
     )  # fmt: skip
     return y_TD

@@ -14,9 +14,9 @@ import torch
 from truegate.kernels.by_rows import by_rows
 from truegate.kernels.combine import combine
 from truegate.kernels.grouped import grouped_gemm
-from truegate.kernels.launch import current
+from truegate.kernels.launch import cdiv, current
 from truegate.kernels.permute import permute
-from truegate.kernels.sizes import Sizes
+from truegate.kernels.sizes import OUT_BYTES, Sizes
 from truegate.kernels.tuning import Config, Product
 
 PLAIN = Product(block_n=32, block_k=32, stages=2, warps=4)  # where path "rows" cannot run: activation from outside
@@ -30,8 +30,9 @@ def experts(
     """y_TD in x's dtype; x_TD and W [P, 2F, D], [P, D, F] contiguous and of one dtype, ids_TJ int32, weights_TJ fp32.
 
     Launches: no row none; path "rows" 2; "inline" 3, the products and the sum; "ordered" one more for the order, or 3
-    more above permute.MANY assignments. activate(gate_NF, up_NF) -> h_NF, where given, runs between the products in
-    place of the fused activation, launches of its own included; path "rows" is then "inline".
+    more above permute.MANY assignments; the second product and the sum again for every part of `columns_at_once`.
+    activate(gate_NF, up_NF) -> h_NF, where given, runs between the products in place of the fused activation, launches
+    of its own included; path "rows" is then "inline".
     """
     if x_TD.shape[0] == 0:
         return torch.empty_like(x_TD)
@@ -46,5 +47,17 @@ def experts(
         h_NF = grouped_gemm(x_TD, gate_up_PHD, biases[0], *common, one, first=True, gated=activate is None)
         if activate is not None:
             h_NF = activate(*h_NF.chunk(2, -1)).contiguous()
-        out_ND = grouped_gemm(h_NF, down_PDF, biases[1], *common, two, first=False, gated=False)
-        return combine(out_ND, ids_TJ, sizes.num_slots, y_TD)
+        for some in columns_at_once(ids_TJ.numel(), sizes.hidden, y_TD.element_size()):
+            bias = None if biases[1] is None else biases[1][:, some]
+            out_NC = grouped_gemm(h_NF, down_PDF[:, some], bias, *common, two, first=False, gated=False)
+            combine(out_NC, ids_TJ, sizes.num_slots, y_TD[:, some])
+            del out_NC  # before the next is made
+        return y_TD
+
+
+def columns_at_once(num: int, hidden: int, element_size: int) -> list[slice]:
+    """Like parts of [num, hidden], multiples of 256 columns, that take OUT_BYTES at most where 256 do."""
+    most = max(1, OUT_BYTES // (num * element_size * 256))
+    blocks = cdiv(hidden, 256)
+    step = cdiv(blocks, cdiv(blocks, most)) * 256
+    return [slice(first, min(first + step, hidden)) for first in range(0, hidden, step)]

@@ -4,7 +4,7 @@
 
 Invariant: a slot whose id is outside 0..P-1 is never read or computed; grids depend on shapes only. Twin:
 kernels/ref/grouped.py. T rows, J slots a row, N = T * J assignments n = t * J + j, P local experts, D hidden, F expert
-width, Q tiles of BM rows; a product has C columns and depth D.
+width, Q tiles of BM rows; a product has C columns and depth D; ROWS rows of W from one expert to the next.
 """
 
 import torch
@@ -57,10 +57,10 @@ def _columns(w, w_box, base, first, k, column, C: tl.constexpr, D: tl.constexpr,
 @triton.jit
 def _tile(
     tile, block, a, a_box, w, w_box, bias, weights, out, ids, order, tile_expert, tile_start, tile_rows, N,
-    J: tl.constexpr, P: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
-    CLAMP: tl.constexpr, WEIGH: tl.constexpr, INLINE: tl.constexpr, NP: tl.constexpr, TMA_A: tl.constexpr,
-    TMA_B: tl.constexpr, PRECISION: tl.constexpr,
+    J: tl.constexpr, P: tl.constexpr, C: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr,
+    ACT: tl.constexpr, CLAMP: tl.constexpr, WEIGH: tl.constexpr, INLINE: tl.constexpr, NP: tl.constexpr,
+    TMA_A: tl.constexpr, TMA_B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One [BM, BN] tile. Gated: gate and up columns of W [P, 2C, D] at once, then the activation; else W [P, C, D]."""
     if INLINE:
@@ -85,9 +85,8 @@ def _tile(
             out_row = n.to(tl.int64)
         column = block * BN + tl.arange(0, BN)
         column_ok = column < C
-        in_rows = 2 * C if GATED else C
-        base = expert.to(tl.int64) * in_rows
-        first = expert * in_rows + block * BN
+        base = expert.to(tl.int64) * ROWS
+        first = expert * ROWS + block * BN
         scale = tl.zeros([BM], tl.float32)
         if WEIGH != "no":
             scale = tl.load(weights + n, mask=row_ok, other=0.0).to(tl.float32)
@@ -110,9 +109,9 @@ def _tile(
                 up = _columns(w, w_box, base + C, first + C, k, column, C, D, BN, BK, TMA_B)
                 acc_up = tl.dot(x, up, acc_up, input_precision=PRECISION)
         if bias is not None:
-            acc += tl.load(bias + expert * in_rows + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
+            acc += tl.load(bias + expert * ROWS + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
             if GATED:
-                more = tl.load(bias + expert * in_rows + C + column, mask=column_ok, other=0.0)
+                more = tl.load(bias + expert * ROWS + C + column, mask=column_ok, other=0.0)
                 acc_up += more.to(tl.float32)[None, :]
         if GATED:
             acc = activate(acc, acc_up, ACT, CLAMP)
@@ -127,10 +126,10 @@ def _tile(
 @triton.jit
 def _tile_of_its_height(
     i, a, a_box, w, w_box, bias, weights, out, ids, order, tile_expert, tile_start, tile_rows, N,
-    J: tl.constexpr, P: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
-    CLAMP: tl.constexpr, WEIGH: tl.constexpr, INLINE: tl.constexpr, NP: tl.constexpr, TMA_A: tl.constexpr,
-    TMA_B: tl.constexpr, PRECISION: tl.constexpr, HALVE: tl.constexpr,
+    J: tl.constexpr, P: tl.constexpr, C: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr,
+    ACT: tl.constexpr, CLAMP: tl.constexpr, WEIGH: tl.constexpr, INLINE: tl.constexpr, NP: tl.constexpr,
+    TMA_A: tl.constexpr, TMA_B: tl.constexpr, PRECISION: tl.constexpr, HALVE: tl.constexpr,
 ):  # fmt: skip
     """The i-th tile, blocks of columns side by side; an expert's last one is half as high where that will do."""
     blocks: tl.constexpr = (C + BN - 1) // BN
@@ -139,25 +138,25 @@ def _tile_of_its_height(
     if HALVE:
         if tl.load(tile_rows + tile) > BM // 2:
             _tile(tile, block, a, a_box, w, w_box, bias, weights, out, ids, order, tile_expert, tile_start, tile_rows,
-                  N, J, P, C, D, BM, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, TMA_A, TMA_B,
-                  PRECISION)  # fmt: skip
+                  N, J, P, C, D, ROWS, BM, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, TMA_A,
+                  TMA_B, PRECISION)  # fmt: skip
         else:
             _tile(tile, block, a, a_box, w, w_box, bias, weights, out, ids, order, tile_expert, tile_start, tile_rows,
-                  N, J, P, C, D, BM // 2, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, False, TMA_B,
-                  PRECISION)  # fmt: skip
+                  N, J, P, C, D, ROWS, BM // 2, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, False,
+                  TMA_B, PRECISION)  # fmt: skip
     else:
         _tile(tile, block, a, a_box, w, w_box, bias, weights, out, ids, order, tile_expert, tile_start, tile_rows, N,
-              J, P, C, D, BM, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, TMA_A, TMA_B,
+              J, P, C, D, ROWS, BM, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, TMA_A, TMA_B,
               PRECISION)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["N", "tiles"])
 def _grouped(
     a, a_box, w, w_box, bias, weights, out, ids, order, tile_expert, tile_start, tile_rows, N, tiles,
-    J: tl.constexpr, P: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
-    CLAMP: tl.constexpr, WEIGH: tl.constexpr, INLINE: tl.constexpr, NP: tl.constexpr, TMA_A: tl.constexpr,
-    TMA_B: tl.constexpr, PRECISION: tl.constexpr, HALVE: tl.constexpr, PERSISTENT: tl.constexpr,
+    J: tl.constexpr, P: tl.constexpr, C: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr, GATED: tl.constexpr,
+    ACT: tl.constexpr, CLAMP: tl.constexpr, WEIGH: tl.constexpr, INLINE: tl.constexpr, NP: tl.constexpr,
+    TMA_A: tl.constexpr, TMA_B: tl.constexpr, PRECISION: tl.constexpr, HALVE: tl.constexpr, PERSISTENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     take_turn(EARLY)
@@ -165,12 +164,14 @@ def _grouped(
         for i in range(tl.program_id(0), tiles * ((C + BN - 1) // BN), tl.num_programs(0)):
             _tile_of_its_height(
                 i, a, a_box, w, w_box, bias, weights, out, ids, order, tile_expert, tile_start, tile_rows, N, J, P, C,
-                D, BM, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, TMA_A, TMA_B, PRECISION, HALVE,
+                D, ROWS, BM, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, TMA_A, TMA_B, PRECISION,
+                HALVE,
             )  # fmt: skip
     else:
         _tile_of_its_height(
             tl.program_id(0), a, a_box, w, w_box, bias, weights, out, ids, order, tile_expert, tile_start, tile_rows, N,
-            J, P, C, D, BM, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, TMA_A, TMA_B, PRECISION, HALVE,
+            J, P, C, D, ROWS, BM, BN, BK, STAGES, FIRST, GATED, ACT, CLAMP, WEIGH, INLINE, NP, TMA_A, TMA_B, PRECISION,
+            HALVE,
         )  # fmt: skip
 
 
@@ -182,6 +183,7 @@ def grouped_gemm(
 
     order None: every program finds its own rows, for few assignments. Rows of h stand in expert order where there is
     one, else at n; out always at n. Rows of invalid slots are left unwritten. a's dtype in and out, fp32 accumulators.
+    W and bias may be some columns' rows of every expert's matrix, matrix[:, some]: then only those columns come out.
     """
     num, width = ids_TJ.numel(), ids_TJ.shape[1]
     depth = a.shape[1]
@@ -191,20 +193,21 @@ def grouped_gemm(
     tma = tiling.tma and _can_describe(w, depth)
     tma_a = tma and not first and order is not None
     weigh = sizes.weigh(first=first)
+    apart, last = rows_apart(w)
     if tiling.split and GLUON_IS_KNOWN and order is not None and bias is None and weigh != "input":
         from truegate.kernels import grouped_hopper as hopper  # NVIDIA's alone: not before it is asked for
 
         if hopper.usable(a, w, sizes, block_m, gated=gated):
-            hopper.grouped(a, w, weights_TJ, order, out, width, _processors(a.device), first=first, gated=gated,
-                           weigh=weigh != "no", start=early(a.device))  # fmt: skip
+            hopper.grouped(a, w, (apart, last), weights_TJ, order, out, width, _processors(a.device), first=first,
+                           gated=gated, weigh=weigh != "no", start=early(a.device))  # fmt: skip
             return out
     total = tiles * cdiv(C, tiling.block_n)
     programs = min(total, tiling.persistent * _processors(a.device)) if tiling.persistent else total
     _grouped[(programs,)](
         a, TensorDescriptor.from_tensor(a, [block_m, tiling.block_k]) if tma_a else None,
-        w, TensorDescriptor.from_tensor(w.view(-1, depth), [tiling.block_n, tiling.block_k]) if tma else None,
+        w, TensorDescriptor(w, [last, depth], [depth, 1], [tiling.block_n, tiling.block_k]) if tma else None,
         bias, weights_TJ, out, ids_TJ if order is None else None, *(order or (None,) * 4)[:4], num, tiles,
-        J=width, P=sizes.num_slots, C=C, D=depth, BM=block_m, BN=tiling.block_n, BK=tiling.block_k,
+        J=width, P=sizes.num_slots, C=C, D=depth, ROWS=apart, BM=block_m, BN=tiling.block_n, BK=tiling.block_k,
         STAGES=tiling.stages, FIRST=first, GATED=gated, ACT=sizes.activation.value, CLAMP=sizes.clamp or 0.0,
         WEIGH=weigh, INLINE=order is None, NP=padded(num) if order is None else 1, TMA_A=tma_a,
         TMA_B=tma, PRECISION="ieee" if a.dtype is torch.float32 else "tf32",
@@ -212,6 +215,12 @@ def grouped_gemm(
         **early(a.device), num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     return out
+
+
+def rows_apart(w: torch.Tensor) -> tuple[int, int]:
+    """W [P, R, D], all or some rows of every expert's matrix: rows from one expert to the next, and to the last row."""
+    apart = w.stride(0) // w.shape[2]
+    return apart, (w.shape[0] - 1) * apart + w.shape[1]
 
 
 def padded(num: int) -> int:

@@ -2,7 +2,7 @@
 
 Invariant: computes what `grouped._grouped` computes from the same order. Programs take the next free tile; which one
 takes it changes no value. Twin: kernels/ref/grouped.py. J slots a row; a product has C columns and depth D; a tile is
-[128, 256], in a gated product 128 columns of gate and the same 128 of up.
+[128, 256], in a gated product 128 columns of gate and the same 128 of up. ROWS rows of W from one expert to the next.
 """
 
 from functools import cache
@@ -48,7 +48,8 @@ def _before(stage, STAGES: gl.constexpr):
 @gluon.jit
 def _copies(
     a, a_box, w_box, order, tile_expert, tile_start, tile_rows, total, taken, tile_buf, a_buf, b_buf, full, empty,
-    J: gl.constexpr, C: gl.constexpr, D: gl.constexpr, GATED: gl.constexpr, GATHER: gl.constexpr, STAGES: gl.constexpr,
+    J: gl.constexpr, C: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr, GATHER: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Stage by stage 64 values of a tile's rows of A, in two halves, and of 256 rows of W; then the next free tile."""
     columns: gl.constexpr = BN // 2 if GATED else BN
@@ -69,7 +70,7 @@ def _copies(
         block = i % blocks
         i = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
         if expert >= 0:
-            first = expert * (2 * C if GATED else C) + block * columns
+            first = expert * ROWS + block * columns
             second = first + C if GATED else first + 128
             if GATHER:
                 # behind the last row the last row again: a sum of its own that is not stored
@@ -193,8 +194,8 @@ def _products(weights, out, order, tile_buf, a_buf, b_buf, full, empty, HALF: gl
 
 @gluon.jit
 def _grouped(a, a_box, w_box, weights, out, order, tile_expert, tile_start, tile_rows, state,
-             J: gl.constexpr, C: gl.constexpr, D: gl.constexpr, GATED: gl.constexpr, GATHER: gl.constexpr,
-             WEIGH: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
+             J: gl.constexpr, C: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr,
+             GATHER: gl.constexpr, WEIGH: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -213,7 +214,7 @@ def _grouped(a, a_box, w_box, weights, out, order, tile_expert, tile_start, tile
             (_products, (weights, out, order, tile_buf, a_buf, b_buf, full, empty, 0, C, D, GATED, GATHER, WEIGH,
                          STAGES)),
             (_copies, (a, a_box, w_box, order, tile_expert, tile_start, tile_rows, total, state + 1, tile_buf, a_buf,
-                       b_buf, full, empty, J, C, D, GATED, GATHER, STAGES)),
+                       b_buf, full, empty, J, C, D, ROWS, GATED, GATHER, STAGES)),
             (_products, (weights, out, order, tile_buf, a_buf, b_buf, full, empty, 1, C, D, GATED, GATHER, WEIGH,
                          STAGES)),
         ],
@@ -237,15 +238,16 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def grouped(
-    a: torch.Tensor, w: torch.Tensor, weights_TJ: torch.Tensor, order: Order, out: torch.Tensor, width: int,
-    processors: int, *, first: bool, gated: bool, weigh: bool, start: dict[str, Any],
+    a: torch.Tensor, w: torch.Tensor, rows: tuple[int, int], weights_TJ: torch.Tensor, order: Order, out: torch.Tensor,
+    width: int, processors: int, *, first: bool, gated: bool, weigh: bool, start: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Fill `out` as `grouped.grouped_gemm` says, J = width; a program on every processor."""
+    """Fill `out` as `grouped.grouped_gemm` says, J = width, rows as `rows_apart` has them; a program a processor."""
+    apart, last = rows
     depth, columns = a.shape[1], BN.value // 2 if gated else BN.value
     programs = min(processors, order.tile_expert_Q.shape[0] * out.shape[1] // columns)
     a_box = TensorDescriptor(a, list(a.shape), [depth, 1], [64, BK.value], BOX.value)
-    w_box = TensorDescriptor(w, [w.shape[0] * w.shape[1], depth], [depth, 1], [128, BK.value], BOX.value)
+    w_box = TensorDescriptor(w, [last, depth], [depth, 1], [128, BK.value], BOX.value)
     _grouped[(programs,)](
-        a, a_box, w_box, weights_TJ, out, *order, J=width, C=out.shape[1], D=depth, GATED=gated, GATHER=first,
-        WEIGH=weigh, STAGES=STAGES_AHEAD, **start, num_warps=4,
+        a, a_box, w_box, weights_TJ, out, *order, J=width, C=out.shape[1], D=depth, ROWS=apart,
+        GATED=gated, GATHER=first, WEIGH=weigh, STAGES=STAGES_AHEAD, **start, num_warps=4,
     )  # fmt: skip

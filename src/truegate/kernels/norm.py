@@ -18,8 +18,9 @@ MANY = 128  # rows from which rotation works on tiles of several rows
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, y, eps, x_row, D: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr
-):
+    x, residual, weight, y, eps, x_row, y_row, D: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     ok = column < D
@@ -32,22 +33,24 @@ def _rms_norm_kernel(
         tl.store(residual + row * D + column, rounded, mask=ok)
         value = rounded.to(tl.float32)  # the norm of what the next layer adds to
     value *= tl.rsqrt(tl.sum(value * value, 0) / D + eps)
-    tl.store(y + row * D + column, (value * scale).to(y.dtype.element_ty), mask=ok)
+    tl.store(y + row * y_row + column, (value * scale).to(y.dtype.element_ty), mask=ok)
 
 
 def rms_norm(
     x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, residual_TD: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """y = v / sqrt(mean(v^2) + eps) * weight with v = x, or v = residual += x in place (rounded to its dtype).
+    """y = v / sqrt(mean(v^2) + eps) * weight with v = x; or with v = residual += x (rounded to its dtype), y over x.
 
-    x_TD may be a view with a row stride; residual_TD is contiguous; y is new, in x's dtype.
+    x_TD may be a view with a row stride. Without a residual, y is new and in x's dtype; with one, which is contiguous,
+    x_TD is overwritten with y and returned.
     """
     num_rows, width = x_TD.shape
-    y_TD = torch.empty((num_rows, width), dtype=x_TD.dtype, device=x_TD.device)
+    y_TD = x_TD if residual_TD is not None else torch.empty((num_rows, width), dtype=x_TD.dtype, device=x_TD.device)
     block = power_of_2(width)
     _rms_norm_kernel[(num_rows,)](
-        x_TD, x_TD if residual_TD is None else residual_TD, weight_D, y_TD, eps, x_TD.stride(0), D=width, BLOCK=block,
-        ADD=residual_TD is not None, **early(x_TD.device), num_warps=min(8, max(1, block // 512)),
+        x_TD, x_TD if residual_TD is None else residual_TD, weight_D, y_TD, eps, x_TD.stride(0), y_TD.stride(0),
+        D=width, BLOCK=block, ADD=residual_TD is not None, **early(x_TD.device),
+        num_warps=min(8, max(1, block // 512)),
     )  # fmt: skip
     return y_TD
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from truegate.law.spec import Activation
 
+OUT_BYTES = 1 << 28  # of the second product at a time: [N, D] would be most of what a long step holds
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:

@@ -44,18 +44,18 @@ class Attention(nn.Module):
         if qk_norm_eps is not None:
             self.qk_norm = RMSNorm((num_heads + num_kv_heads, head_dim), qk_norm_eps, dtype=dtype, device=device)
 
-    def values(self, expanded: int) -> tuple[int, int]:
-        """Numbers that a step holds here at a time: for each row, and for all."""
-        return self.qkv.weight.shape[0] + self.out.weight.shape[1], 0
+    def values(self, num_rows: int, expanded: int) -> int:
+        """Numbers that a step holds here at a time beside what goes in and out."""
+        return num_rows * (self.qkv.weight.shape[0] + self.out.weight.shape[1])
 
     def paged(
         self, before: RMSNorm, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, step: PagedStep, pool: Pool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Through the kernels: W_o attention(before(residual + x)), and residual + x."""
+        """Through the kernels: W_o attention(before(residual + x)), and residual + x; of several rows over both."""
         from truegate.kernels import attention, norm
 
-        out_TD = torch.empty_like(residual_TD)
         qkv, residual_TD = self.qkv.normed(before, x_TD, residual_TD)
+        out_TD = torch.empty_like(residual_TD) if x_TD is None else x_TD  # which holds the norm, read by now
         rows = pool.rows(self.layer)
         weights = None if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
         norm.rotate_and_store(qkv, (self.num_heads, self.num_kv_heads), weights, step.rotations_XR, step, rows)

@@ -73,19 +73,18 @@ class GatedMLP(nn.Module):
         gate_TF, up_TF = self.gate_up(x_TD).split(self.intermediate, dim=-1)
         return self.down(F.silu(gate_TF).mul_(up_TF), residual_TD)
 
-    def values(self) -> tuple[int, int]:
-        """Numbers that a step holds here at a time: for each row, and for all."""
-        return 0, SLICE * 3 * self.intermediate
+    def values(self, num_rows: int) -> int:
+        """Numbers that a step holds here at a time beside what goes in and out."""
+        return min(num_rows, SLICE) * 3 * self.intermediate
 
     def fused(self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Through the kernels: what is to be added to the sum residual + x, and that sum."""
+        """Through the kernels: what is to be added to the sum residual + x, and that sum; of several rows over both."""
         from truegate.kernels.norm import silu_mul
 
         if residual_TD.shape[0] <= SLICE:
             gate_up, residual_TD = self.gate_up.normed(norm, x_TD, residual_TD)
             return self.down(silu_mul(gate_up)), residual_TD
         h_TD = norm.fused(x_TD, residual_TD)
-        y_TD = torch.empty_like(h_TD)
-        for rows, out in zip(h_TD.split(SLICE), y_TD.split(SLICE), strict=True):
-            out.copy_(self.down(silu_mul(self.gate_up(rows))))
-        return y_TD, residual_TD
+        for rows in h_TD.split(SLICE):
+            rows.copy_(self.down(silu_mul(self.gate_up(rows))))
+        return h_TD, residual_TD

@@ -61,20 +61,20 @@ class MLA(nn.Module):
         pool.write(self.layer, step.slots_T, latent)
         return self.out(self._attend(q_nope, q_rope, latent, step, pool), residual_TD)
 
-    def values(self, expanded: int) -> tuple[int, int]:
-        """Numbers that a step holds here at a time: for each row, and for all, where it expands so many slots."""
+    def values(self, num_rows: int, expanded: int) -> int:
+        """Numbers that a step holds here at a time beside what goes in and out, where it expands so many slots."""
         up = 0 if self.up is None else self.up.weight.shape[0]
         slot = self.num_heads * (self.nope_dim + self.value_dim) + self.kv_rank + self.rope_dim
-        return self.down.weight.shape[0] + up + self.out.weight.shape[1], expanded * slot
+        return num_rows * (self.down.weight.shape[0] + up + self.out.weight.shape[1]) + expanded * slot
 
     def paged(
         self, before: RMSNorm, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, step: PagedStep, pool: Pool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Through the kernels: W_o attention(before(residual + x)), decodes absorbed, chunks expanded; residual + x."""
+        """As Attention.paged: decodes absorbed, chunks expanded."""
         from truegate.kernels import norm
 
-        out_TD = torch.empty_like(residual_TD)
         down, residual_TD = self.down.normed(before, x_TD, residual_TD)
+        out_TD = torch.empty_like(residual_TD) if x_TD is None else x_TD  # which holds the norm, read by now
         q_nope, q_rope, latent = self._split(down)
         weights = self.kv_norm.weight, self.kv_norm.eps
         norm.store_latent(latent, q_rope, weights, step.rotations_XR, step, pool.rows(self.layer))

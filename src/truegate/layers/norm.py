@@ -38,7 +38,7 @@ class RMSNorm(nn.Module):
         return (x / torch.hypot(norm, self._floor) * self._scaled).to(x.dtype)
 
     def fused(self, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
-        """residual += x in place (x None: nothing to add), and the norm of it, in one kernel."""
+        """residual += x, and the norm of it over x, which is returned, in one kernel; x None: only the norm, new."""
         from truegate.kernels.norm import rms_norm
 
         if x is None:

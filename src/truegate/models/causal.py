@@ -59,7 +59,7 @@ class Block(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same through the kernels, from (x, residual) to (x, residual), whose sum is the row's state.
 
-        residual is overwritten, or, for one row, replaced.
+        Both are overwritten, or, for one row, replaced.
         """
         x_TD, residual_TD = self.attention.paged(self.attention_norm, x_TD, residual_TD, step, pool)
         if self.is_moe:
@@ -111,11 +111,10 @@ class CausalLM(nn.Module):
     def step_bytes(self, num_rows: int, expanded: int) -> int:
         """Bytes that a step of so many rows holds at a time, where latent attention expands so many slots: an estimate.
 
-        The residual, the norm of it, and what goes in and out of a layer; and the part of a layer that holds most.
+        The residual, and what goes in and out of a layer; and the part of a layer that holds most.
         """
-        parts = [part for block in self.blocks for part in (block.attention.values(expanded), block.mlp.values())]
-        most = max(num_rows * each + fixed for each, fixed in parts)
-        return self.dtype.itemsize * (num_rows * 4 * self.sizes.hidden + most)
+        parts = [max(b.attention.values(num_rows, expanded), b.mlp.values(num_rows)) for b in self.blocks]
+        return self.dtype.itemsize * (num_rows * 3 * self.sizes.hidden + max(parts))
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: Pool) -> torch.Tensor:

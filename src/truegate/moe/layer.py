@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from truegate.kernels.matrix import matrix
+from truegate.kernels.sizes import OUT_BYTES
 from truegate.law.order import Tables
 from truegate.law.plan import Plan
 from truegate.law.spec import RoutingSpec, SharedGate
@@ -64,7 +65,7 @@ class MoELayer(nn.Module):
         self.experts = backends.experts.build(plan, weights)
 
     def normed(self, norm, x_TD, residual_TD, batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Through the kernels: the layer's output at norm(residual + x), and residual + x."""
+        """Through the kernels: the layer's output at norm(residual + x), and residual + x; the norm is left in x."""
         if residual_TD.shape[0] > 1:
             return self(norm.fused(x_TD, residual_TD), batch), residual_TD
         from truegate.kernels.linear import norm_row
@@ -89,11 +90,12 @@ class MoELayer(nn.Module):
             batch.recorder.add(self.plan, routed)
         return self.plan.finish(y, shared)
 
-    def values(self) -> tuple[int, int]:
-        """Numbers that a step holds here at a time: for each row, and for all."""
+    def values(self, num_rows: int) -> int:
+        """Numbers that a step holds here at a time beside what goes in and out."""
         hidden, width = self.w_down.shape[1:]
         beside = 0 if self.shared_gate_up is None else self.shared_gate_up.shape[0] * 3 // 2 + hidden
-        return (self.spec.top_k + self.plan.num_shared) * (width + hidden) + beside, 0
+        num = num_rows * (self.spec.top_k + self.plan.num_shared)
+        return num * width + min(num * hidden, OUT_BYTES // self.w_down.itemsize) + num_rows * beside
 
     def gate(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Router logits [T, E+Z] in fp32, whatever the run's dtype: fewer bits reorder experts."""

@@ -45,9 +45,14 @@ def check_rms_norm(num_rows: int, width: int, *, add: bool, dtype: torch.dtype, 
     residual = tensors(num_rows, width) if add else None
     mine = None if residual is None else residual.clone()
     right = None if residual is None else residual.clone()
-    same(norm.rms_norm(x_TD, weight_D, 1e-5, mine), ref.rms_norm(x_TD, weight_D, 1e-5, right))
+    want, beside = ref.rms_norm(x_TD, weight_D, 1e-5, right), x_TD.clone()
+    got = norm.rms_norm(x_TD, weight_D, 1e-5, mine)
+    same(got, want)
     if add:
         assert torch.equal(mine, right), "the residual sum is rounded once"
+        assert got.data_ptr() == x_TD.data_ptr(), "the norm takes x's place"
+    else:
+        same(x_TD, beside)
 
 
 def check_rotate_and_store(num_rows, heads, size, rotary, *, normed: bool, dtype, device) -> None:
