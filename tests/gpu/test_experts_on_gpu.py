@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 import experts_cases as cases
 
-from truegate.kernels import experts
+from truegate.kernels import sizes
 from truegate.kernels.permute import permute
 from truegate.kernels.ref.permute import permute as twin
 from truegate.law.faults import FAULTS
@@ -72,8 +72,8 @@ def test_columns_one_part_after_the_other_are_all_columns(path, monkeypatch):
         whole = cases.run(one, TILINGS[path], *inputs)
         assert cases.worst(whole, cases.reference(one, *inputs)) < TOLERANCE[torch.bfloat16]
         with monkeypatch.context() as patch:
-            patch.setattr(experts, "OUT_BYTES", num_rows * 6 * 2 * 512)
-            assert len(experts.columns_at_once(num_rows * 6, 1280, 2)) == 3
+            patch.setattr(sizes, "OUT_BYTES", num_rows * 6 * 2 * 512)
+            assert len(sizes.columns_at_once(num_rows * 6, 1280, 2)) == 3
             assert torch.equal(cases.run(one, TILINGS[path], *inputs), whole)
 
 

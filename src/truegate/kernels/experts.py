@@ -14,9 +14,9 @@ import torch
 from truegate.kernels.by_rows import by_rows
 from truegate.kernels.combine import combine
 from truegate.kernels.grouped import grouped_gemm
-from truegate.kernels.launch import cdiv, current
+from truegate.kernels.launch import current
 from truegate.kernels.permute import permute
-from truegate.kernels.sizes import OUT_BYTES, Sizes
+from truegate.kernels.sizes import Sizes, columns_at_once
 from truegate.kernels.tuning import Config, Product
 
 PLAIN = Product(block_n=32, block_k=32, stages=2, warps=4)  # where path "rows" cannot run: activation from outside
@@ -53,11 +53,3 @@ def experts(
             combine(out_NC, ids_TJ, sizes.num_slots, y_TD[:, some])
             del out_NC  # before the next is made
         return y_TD
-
-
-def columns_at_once(num: int, hidden: int, element_size: int) -> list[slice]:
-    """Like parts of [num, hidden], multiples of 256 columns, that take OUT_BYTES at most where 256 do."""
-    most = max(1, OUT_BYTES // (num * element_size * 256))
-    blocks = cdiv(hidden, 256)
-    step = cdiv(blocks, cdiv(blocks, most)) * 256
-    return [slice(first, min(first + step, hidden)) for first in range(0, hidden, step)]

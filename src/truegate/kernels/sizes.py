@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from truegate.law.spec import Activation
 
-OUT_BYTES = 1 << 28  # of the second product at a time: [N, D] would be most of what a long step holds
+OUT_BYTES = 200 << 20  # of the second product at a time: [N, D] would be most of what a long step holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,3 +25,11 @@ class Sizes:
         if not self.weighs or self.at_input != first:
             return "no"
         return "input" if first else "output"
+
+
+def columns_at_once(num: int, hidden: int, element_size: int) -> list[slice]:
+    """Like parts of [num, hidden], multiples of 256 columns, that take OUT_BYTES at most where 256 do."""
+    most = max(1, OUT_BYTES // (num * element_size * 256))
+    blocks = -(-hidden // 256)
+    step = -(-blocks // -(-blocks // most)) * 256
+    return [slice(first, min(first + step, hidden)) for first in range(0, hidden, step)]

@@ -111,10 +111,11 @@ class CausalLM(nn.Module):
     def step_bytes(self, num_rows: int, expanded: int) -> int:
         """Bytes that a step of so many rows holds at a time, where latent attention expands so many slots: an estimate.
 
-        The residual, and what goes in and out of a layer; and the part of a layer that holds most.
+        The residual, what goes in and out of a layer, and which experts ran; and the part of a layer that holds most.
         """
+        chosen = num_rows * sum(layer.spec.top_k for layer in self.moe_layers) * (8 + 4)  # ids int64, weights fp32
         parts = [max(b.attention.values(num_rows, expanded), b.mlp.values(num_rows)) for b in self.blocks]
-        return self.dtype.itemsize * (num_rows * 3 * self.sizes.hidden + max(parts))
+        return chosen + self.dtype.itemsize * (num_rows * 3 * self.sizes.hidden + max(parts))
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: Pool) -> torch.Tensor:

@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="kernels run interpreted where triton is in
 
 import experts_cases as cases
 
-from truegate.kernels import by_rows, combine, experts, grouped, permute, tuning
+from truegate.kernels import by_rows, combine, grouped, permute, sizes, tuning
 from truegate.kernels.ref.permute import permute as twin
 from truegate.law.spec import Activation
 
@@ -132,17 +132,17 @@ def test_columns_one_part_after_the_other_are_all_columns(path, bias, monkeypatc
     one = cases.layer(5, 530, 24, bias=bias, unused=(2,))
     inputs = cases.rows(one, 11, 3)
     whole = cases.run(one, PATHS[path], *inputs)
-    monkeypatch.setattr(experts, "OUT_BYTES", 11 * 3 * 4 * 300)
-    assert [part.stop for part in experts.columns_at_once(33, 530, 4)] == [256, 512, 530]
+    monkeypatch.setattr(sizes, "OUT_BYTES", 11 * 3 * 4 * 300)
+    assert [part.stop for part in sizes.columns_at_once(33, 530, 4)] == [256, 512, 530]
     assert torch.equal(cases.run(one, PATHS[path], *inputs), whole)
     assert cases.worst(whole, cases.reference(one, *inputs)) < 1e-6
 
 
 @pytest.mark.parametrize(
     ("num_rows", "parts"),
-    [(8192, [2048]), (8320, [1024, 2048]), (16512, [768, 1536, 2048]), (1 << 20, [*range(256, 2049, 256)])],
+    [(6400, [2048]), (8320, [1024, 2048]), (16512, [768, 1536, 2048]), (1 << 20, [*range(256, 2049, 256)])],
 )
 def test_parts_of_a_long_steps_columns_are_alike_and_within_the_limit(num_rows, parts):
-    found = experts.columns_at_once(num_rows * 8, 2048, 2)
+    found = sizes.columns_at_once(num_rows * 8, 2048, 2)
     assert [part.stop for part in found] == parts
     assert [part.start for part in found] == [0, *parts[:-1]]
