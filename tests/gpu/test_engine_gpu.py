@@ -87,6 +87,17 @@ def test_captured_steps_give_the_tokens_of_eager_ones_in_bf16(folder):
     assert same >= 0.9 * sum(map(len, eager.values()))  # batches that pad may pick other tiles, and ties then differ
 
 
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_captured_steps_in_bf16_that_pad_nothing_give_the_very_tokens_of_eager_ones(folder, count):
+    """Prompts of one token: every step has `count` rows, as a graph has."""
+    made = [replace(one, prompt_token_ids=one.prompt_token_ids[:1], params=replace(one.params, max_tokens=40))
+            for one in requests(count)]  # fmt: skip
+    captured, load = answers(folder, made, dtype="bfloat16", cuda_graphs=True, attention_splits=4)
+    eager, eager_load = answers(folder, made, dtype="bfloat16", cuda_graphs=False, attention_splits=4)
+    assert captured == eager
+    assert (load == eager_load).all()
+
+
 def test_float32_gives_the_tokens_of_a_cpu(folder):
     on_gpu, load = answers(folder, requests(8))
     on_cpu, cpu_load = answers(folder, requests(8), device="cpu")

@@ -99,7 +99,6 @@ class StepGraphs:
         samples = max(one.num_samples for one in made)
         self.logits_buf = torch.empty(samples, model.vocab_size, dtype=model.dtype, device=self.device)
         self.routed_bufs: tuple[torch.Tensor, ...] = ()  # ids_XLK and weights_XLK; as logits_buf, one for all sizes
-        self._rows_buf = torch.arange(self.nobody, dtype=torch.int32, device=self.device)
         self._memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         for one in made:  # the largest first: the others fit in its memory
             self._capture(one)
@@ -208,9 +207,8 @@ class StepGraphs:
         decodes, chunks, expanded = None, None, ()
         if num_decodes:
             decodes = PagedDecodes(
-                rows_D=self._rows_buf[:num_decodes], seqs_D=slot[:num_decodes].int(),
-                contexts_D=context[:num_decodes].int(), table_NP=self.table_buf, page_size=page_size,
-                num_splits=self.model.num_splits)  # fmt: skip
+                seqs_D=slot[:num_decodes].int(), contexts_D=context[:num_decodes].int(), table_NP=self.table_buf,
+                page_size=page_size, num_splits=self.model.num_splits)  # fmt: skip
         if captured.num_rows:
             table_NP = None if self.expands else self.table_buf
             chunks = PagedChunks(

@@ -106,7 +106,7 @@ class Runner:
             self.graphs.update_table()
         batch, sampled, prompts = self._build(chunks)
         if self.load is not None:
-            batch.recorder = Recorder()
+            batch.recorder = Recorder(weights=routed)
         hidden_TD = self.model.forward(batch, self.pool)
         launched = Launched(chunks, sampled, None)
         if self.load is not None:

@@ -37,7 +37,7 @@ def _prefill(model: Any, pool: Pool, num_rows: int, max_length: int, all_valid: 
         token_ids_T=nobody_T, positions_T=torch.cat(positions), valid_T=nobody_T == 0, slots_T=nobody_T,
         page_table_NP=nobody_T.new_zeros(len(lens), -(-max(lens) // pool.page_size)), query_lens=lens,
         context_lens=lens, logit_rows_M=nobody_T[:1], all_valid=all_valid,
-        recorder=Recorder() if model.moe_layers else None)  # fmt: skip
+        recorder=Recorder(weights=False) if model.moe_layers else None)  # fmt: skip
     hidden_TD = model.forward(batch, pool)
     if model.moe_layers:
         batch.recorder.stacked()

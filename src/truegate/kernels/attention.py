@@ -71,7 +71,7 @@ def _online(scores, values, top, total, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def _decode_kernel(
-    q1, q2, k1, k2, v, out, partial, lse, rows, seqs, contexts, table, scale_log2, min_split,
+    q1, q2, k1, k2, v, out, partial, lse, seqs, contexts, table, scale_log2, min_split,
     q1_row, q1_head, q2_row, q2_head, k1_slot, k1_head, k2_slot, k2_head, v_slot, v_head, table_row,
     H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, R: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -89,7 +89,7 @@ def _decode_kernel(
     end = tl.minimum(begin + length, context)
     if SPLITS > 1 and begin >= end:
         return
-    row = tl.load(rows + d).to(tl.int64)
+    row = d.to(tl.int64)
     seq = tl.load(seqs + d).to(tl.int64)
     q = _tile(q1 + row * q1_row, heads, q1_head, ok_g, E, BLOCK_E)
     if R:
@@ -262,7 +262,7 @@ def decode(
     *,
     scale: float,
 ) -> torch.Tensor:
-    """y_DHV: row d is row rows_D[d] of q over the contexts_D[d] slots of page-table row seqs_D[d]; 0 at context 0.
+    """y_DHV: row d is row d of q over the contexts_D[d] slots of page-table row seqs_D[d]; 0 at context 0.
 
     q: q1_THE, q2_THR or None. keys: k1_SKE, k2_SKR or None, v_SKV, views of the pool's rows, unit last stride; v may
     be k1 itself. decodes: `layers.paged.PagedDecodes`. Last dimensions are contiguous; any float dtype, fp32 inside.
@@ -284,7 +284,7 @@ def decode(
         lse = torch.empty(size, num_heads, splits, dtype=torch.float32, device=q1.device)
     _decode_kernel[(head_blocks, splits, size)](
         q1, q2 if r_size else q1, k1, k2 if r_size else k1, v, y_DHV, partial, lse,
-        decodes.rows_D, decodes.seqs_D, decodes.contexts_D, decodes.table_NP, scale * LOG2_E, decodes.min_split,
+        decodes.seqs_D, decodes.contexts_D, decodes.table_NP, scale * LOG2_E, decodes.min_split,
         *_strides(q1, q2 if r_size else q1, k1, k2 if r_size else k1, v), decodes.table_NP.stride(0),
         H=num_heads, G=group, E=e_size, R=r_size, V=v_size, PAGE=decodes.page_size, SPLITS=splits, BLOCK_G=block_g,
         BLOCK_S=block_s, BLOCK_E=_power(e_size), BLOCK_R=_power(r_size), BLOCK_V=_power(v_size),

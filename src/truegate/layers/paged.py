@@ -16,21 +16,18 @@ import torch
 from truegate.cache.pools import MLAPool, Pool
 from truegate.types import Batch
 
-EXPANDED = (
-    1 << 15
-)  # slots of contexts whose keys and values latent attention holds at a time: 256 MiB at 16 heads in bf16
+EXPANDED = 1 << 15  # slots of contexts that latent attention holds keys and values of: 256 MiB at 16 heads in bf16
 BLOCK_ROWS = 128  # rows of one entry of the work list; tiles of the prefill kernel divide it
 NO_BLOCK = -1  # the chunk of an entry that only fills the list up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedDecodes:
-    """Row rows_D[d] attends to the contexts_D[d] slots of page-table row seqs_D[d]; int32, context 0: a padded row.
+    """Row d attends to the contexts_D[d] slots of page-table row seqs_D[d]; int32, context 0: a padded row.
 
     num_splits cuts every context into so many parts (None: as many as fill the device), of at least min_split slots.
     """
 
-    rows_D: torch.Tensor
     seqs_D: torch.Tensor
     contexts_D: torch.Tensor
     table_NP: torch.Tensor
@@ -40,7 +37,7 @@ class PagedDecodes:
 
     @property
     def size(self) -> int:
-        return self.rows_D.shape[0]
+        return self.seqs_D.shape[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +103,7 @@ def paged_step(batch: Batch, pool: Pool, rotations_XR: torch.Tensor, *, num_spli
         raise ValueError("sequences of one row must come first in a batch that goes through the kernels")
     latent = isinstance(pool, MLAPool)
     groups = groups_of(many, contexts) if latent else [many] if many else []
-    arrays = [aligned([[starts[n] for n in singles], singles, [contexts[n] for n in singles]], np.int32)]
+    arrays = [aligned([singles, [contexts[n] for n in singles]], np.int32)]
     for group in groups:
         firsts = accumulate((contexts[n] for n in group), initial=0)
         paged = [(starts[n], lens[n], contexts[n], n) for n in group]
@@ -116,12 +113,12 @@ def paged_step(batch: Batch, pool: Pool, rotations_XR: torch.Tensor, *, num_spli
     packed = on_device(np.concatenate([array.reshape(-1) for array in arrays]), batch.slots_T.device)
     pieces = iter(packed.split([array.size for array in arrays]))
     table_NP, page_size = _as_captured(batch.page_table_NP), pool.page_size
-    rows_D, seqs_D, contexts_D = next(pieces).view(3, -1)[:, : len(singles)].unbind(0)
+    seqs_D, contexts_D = next(pieces).view(2, -1)[:, : len(singles)].unbind(0)
     decodes = chunks = None
     if singles:
         decodes = PagedDecodes(
-            rows_D=rows_D, seqs_D=seqs_D, contexts_D=contexts_D, table_NP=table_NP, page_size=page_size,
-            num_splits=num_splits)  # fmt: skip
+            seqs_D=seqs_D, contexts_D=contexts_D, table_NP=table_NP, page_size=page_size, num_splits=num_splits
+        )
     expanded = []
     for group in groups:
         paged_C4, in_order_C4, blocks_B2 = next(pieces).view(-1, 4), next(pieces).view(-1, 4), next(pieces).view(-1, 2)

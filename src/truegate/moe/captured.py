@@ -10,7 +10,7 @@ import torch
 
 from truegate.moe.layer import MoELayer
 
-SIZES = (4, 16, 48)
+SIZES = (1, 4, 16, 48)  # one row has kernels of its own
 
 
 class CapturedLayer:

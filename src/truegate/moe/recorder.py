@@ -11,9 +11,13 @@ from truegate.law.plan import Plan
 
 
 class Recorder:
-    """Collects (ids_TK, weights_TK) of each MoE layer of one step, in the order the layers run."""
+    """Collects (ids_TK, weights_TK) of each MoE layer of one step, in the order the layers run.
 
-    def __init__(self) -> None:
+    weights False: the ids alone, as the count of rows an expert needs them.
+    """
+
+    def __init__(self, *, weights: bool = True) -> None:
+        self._with_weights = weights
         self._ids: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []
 
@@ -21,10 +25,13 @@ class Recorder:
         """Take one layer's choice; the weights are coefficients of the sum: times p * a already, times b here."""
         later = plan.scales.factors.later
         self._ids.append(routed.logical_TK)
-        self._weights.append(routed.chosen_TK if later == 1 else routed.chosen_TK * later)
+        if self._with_weights:
+            self._weights.append(routed.chosen_TK if later == 1 else routed.chosen_TK * later)
 
-    def stacked(self, out: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)) -> tuple[torch.Tensor, ...]:
-        """ids_TLK int64 and weights_TLK fp32; layers with fewer choices are padded with id -1 and weight 0.
+    def stacked(
+        self, out: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """ids_TLK int64 and weights_TLK fp32 or None; layers with fewer choices are padded with id -1 and weight 0.
 
         Written to `out` where given: tensors of the same shapes and dtypes.
         """
@@ -37,4 +44,4 @@ class Recorder:
             ]
             return torch.stack(padded, dim=1, out=out)
 
-        return stack(self._ids, -1, out[0]), stack(self._weights, 0, out[1])
+        return stack(self._ids, -1, out[0]), stack(self._weights, 0, out[1]) if self._with_weights else None

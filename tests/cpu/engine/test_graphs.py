@@ -168,7 +168,7 @@ def test_steps_that_run_eagerly_have_the_layout_that_kernels_were_compiled_for_a
             step = paged_step(batch, SimpleNamespace(page_size=self.page_size), torch.zeros(1, 2))
             numbers, one = [batch.token_ids_T, step.positions_T, step.slots_T], step.decodes
             if one is not None:
-                numbers += one.rows_D, one.seqs_D, one.contexts_D
+                numbers += one.seqs_D, one.contexts_D
                 sizes.add(one.size)
             for numbers_X in numbers:
                 assert numbers_X.stride() == (1,)

@@ -93,9 +93,9 @@ def test_fixed_splits_do_not_see_the_batch():
     together = attention.decode(q, keys, case.step(num_splits=4).decodes, scale=scale)
     step = case.step(num_splits=4)
     alone = type(step.decodes)(
-        rows_D=step.decodes.rows_D[3:4], seqs_D=step.decodes.seqs_D[3:4], contexts_D=step.decodes.contexts_D[3:4],
+        seqs_D=step.decodes.seqs_D[3:4], contexts_D=step.decodes.contexts_D[3:4],
         table_NP=step.decodes.table_NP, page_size=16, num_splits=4)  # fmt: skip
-    assert torch.equal(attention.decode(q, keys, alone, scale=scale)[0], together[3])
+    assert torch.equal(attention.decode((q[0][3:4], None), keys, alone, scale=scale)[0], together[3])
 
 
 def test_contexts_are_expanded_a_few_at_a_time(monkeypatch):

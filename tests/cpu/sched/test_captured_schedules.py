@@ -57,7 +57,7 @@ class PagedToy(schedules.Toy):
         seen = 0
         if step.decodes is not None:
             one = step.decodes
-            for row, seq, context in zip(one.rows_D.tolist(), one.seqs_D, one.contexts_D.tolist(), strict=True):
+            for row, (seq, context) in enumerate(zip(one.seqs_D, one.contexts_D.tolist(), strict=True)):
                 if context:
                     slots_S = self._slots(one.table_NP[seq], context, pool.page_size)
                     seen += self._answer(hidden_TV[row : row + 1], pool.read(0, slots_S))

@@ -6,9 +6,7 @@ import torch
 def decode(q, keys, decodes, *, scale: float) -> torch.Tensor:
     """y_DHV of `kernels.attention.decode`."""
     rows = []
-    for row, seq, context in zip(
-        *(t.tolist() for t in (decodes.rows_D, decodes.seqs_D, decodes.contexts_D)), strict=True
-    ):
+    for row, (seq, context) in enumerate(zip(decodes.seqs_D.tolist(), decodes.contexts_D.tolist(), strict=True)):
         slots_S = _slots(decodes.table_NP[seq], context, decodes.page_size)
         rows.append(_attend(q, keys, row, slots_S, scale))
     return torch.stack(rows).to(q[0].dtype)
