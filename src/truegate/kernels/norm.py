@@ -96,10 +96,7 @@ def _rotate_store_kernel(
     raws = ()  # all on their way before the first is used
     for h in tl.static_range(BLOCK_H):
         raws += (tl.load(source + h * E, mask=ok, other=0.0),)
-    if first >= H:
-        stored = pool + slot[:, None] * pool_slot + (first - H) * E + column[None, :]
-    else:
-        stored = source
+    stored = pool + slot[:, None] * pool_slot + (first - H) * E + column[None, :]  # keys and values
     if first >= H + K:
         for h in tl.static_range(BLOCK_H):
             tl.store(stored + h * E, raws[h], mask=ok)
@@ -109,7 +106,11 @@ def _rotate_store_kernel(
             x = raws[h].to(tl.float32)
             if NORM:
                 x *= tl.rsqrt(tl.sum(x * x, 1) / E + eps)[:, None] * scales[h].to(tl.float32)[None, :]
-            tl.store(stored + h * E, _rotated(x, cos, sin, BLOCK_T, BLOCK_E).to(qkv.dtype.element_ty), mask=ok)
+            y = _rotated(x, cos, sin, BLOCK_T, BLOCK_E).to(qkv.dtype.element_ty)
+            if first >= H:  # a pointer to one of two tensors does not compile for AMD
+                tl.store(stored + h * E, y, mask=ok)
+            else:
+                tl.store(source + h * E, y, mask=ok)
 
 
 def rotate_and_store(

@@ -1,6 +1,6 @@
-"""The kernels' cases are importable by the tests of this folder; the kernels run interpreted (tests/conftest.py)."""
+"""The kernels' cases and benchmarks/ are importable by the tests of this folder; the kernels run interpreted."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[3] / "benchmarks")]
