@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 import experts_cases as cases
 
 from truegate.kernels import sizes
+from truegate.kernels.experts import experts
 from truegate.kernels.permute import permute
 from truegate.kernels.ref.permute import permute as twin
 from truegate.law.faults import FAULTS
@@ -62,6 +63,17 @@ def test_programs_that_take_many_tiles(path, dtype):
         x, ids, weights = cases.rows(one, num_rows, 6, seed=num_rows)
         got = cases.run(one, TILINGS[path], x, ids, weights)
         assert cases.worst(got, cases.reference(one, x, ids, weights)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("path", ["16", "128 tma halved", "128 split"])
+def test_an_activation_from_outside_stands_between_the_products(path):
+    """As planted faults hand one in: the first product is then not gated, and is read in the order it is written in."""
+    one = cases.layer(5, 512, 256, dtype=torch.bfloat16, device="cuda", unused=(1,))
+    x, ids, weights = cases.rows(one, 400, 3)
+    silu = torch.nn.functional.silu
+    got = experts(x, one.gate_up, one.down, one.biases, ids, weights, one.sizes, TILINGS[path],
+                  activate=lambda gate, up: silu(gate) * up)  # fmt: skip
+    assert cases.worst(got, cases.reference(one, x, ids, weights)) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("path", ["64", "128 tma", "128 tma persistent", "128 split"])

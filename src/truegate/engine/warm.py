@@ -1,4 +1,4 @@
-"""The longest step, computed once before anybody waits: its kernels are compiled and its memory is taken at start.
+"""The longest step and shorter ones of other forms, once before anybody waits: kernels are compiled, memory is taken.
 
 Invariant: only page 0, nobody's, is written, and nothing is counted. T rows.
 """
@@ -17,15 +17,23 @@ from truegate.types import Batch
 def warm_up(model: Any, pool: Pool, *, num_rows: int, max_length: int, all_valid: bool = True) -> None:
     """One prefill of num_rows rows in sequences of at most max_length, as eager steps run, and one row's logits.
 
-    all_valid as the eager steps have it. UserError where the device has not the memory.
+    Then one of every row count below it at which layers turn to another form of their kernels. all_valid as the eager
+    steps have it. UserError where the device has not the memory.
     """
     try:
-        _prefill(model, pool, num_rows, max_length, all_valid)
+        for rows in row_counts(model, num_rows):
+            _prefill(model, pool, rows, max_length, all_valid)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"a step of {num_rows} rows does not fit beside the weights and {pool.num_bytes / 2**30:.2f} GiB of cache: "
             "lower --chunked-prefill-tokens or --kv-cache-gib"
         ) from error
+
+
+def row_counts(model: Any, num_rows: int) -> list[int]:
+    """Rows of the steps that `warm_up` runs, falling."""
+    turns = {rows for layer in model.moe_layers for rows in layer.turns() if 0 < rows < num_rows}
+    return sorted({num_rows, *turns}, reverse=True)
 
 
 def _prefill(model: Any, pool: Pool, num_rows: int, max_length: int, all_valid: bool) -> None:

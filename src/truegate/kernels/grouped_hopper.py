@@ -156,7 +156,7 @@ def _products(weights, out, order, tile_buf, a_buf, b_buf, full, empty, HALF: gl
         block = gl.max(tile_buf.index(slot + 2).load(one), 0)
         rows -= 64 * HALF
         if rows > 0:
-            if not GATED:
+            if not GATHER:
                 n_m = gl.load(order + start + m, mask=m < rows, other=0)
             acc = gl.zeros([64, BN], gl.float32, layout)
             acc, stage, phase = _step(acc, 0, stage, phase, a_buf, b_buf, full, empty, HALF, GATHER, STAGES)
@@ -169,7 +169,7 @@ def _products(weights, out, order, tile_buf, a_buf, b_buf, full, empty, HALF: gl
             if WEIGH:
                 acc *= gl.convert_layout(scale, gl.SliceLayout(1, layout)).to(gl.float32)[:, None]
             left, right = gl.split(gl.permute(gl.reshape(acc, [64, 2, 128]), [0, 2, 1]))
-            if GATED:
+            if GATHER:  # the first product, gated or not, is read again in the order it is written in
                 n = start + row
             else:
                 n = gl.convert_layout(n_m, gl.SliceLayout(1, wide))

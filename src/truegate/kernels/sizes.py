@@ -28,8 +28,19 @@ class Sizes:
 
 
 def columns_at_once(num: int, hidden: int, element_size: int) -> list[slice]:
-    """Like parts of [num, hidden], multiples of 256 columns, that take OUT_BYTES at most where 256 do."""
-    most = max(1, OUT_BYTES // (num * element_size * 256))
-    blocks = -(-hidden // 256)
-    step = -(-blocks // -(-blocks // most)) * 256
+    """1, 2, 4 or more parts of [num, hidden], multiples of 256 columns, that take OUT_BYTES at most where 256 do."""
+    fitting = (step for step in _steps(hidden) if num * step * element_size <= OUT_BYTES)
+    step = next(fitting, _steps(hidden)[-1])
     return [slice(first, min(first + step, hidden)) for first in range(0, hidden, step)]
+
+
+def longest(slots: int, hidden: int, element_size: int) -> list[int]:
+    """Most rows of `slots` assignments that have the columns in one part, in two, in four and so on."""
+    return [OUT_BYTES // (slots * step * element_size) for step in _steps(hidden)]
+
+
+def _steps(hidden: int) -> list[int]:
+    """Widths of a part, falling: few, since kernels are compiled for each."""
+    blocks = -(-hidden // 256)
+    halved = (-(-blocks // (1 << i)) * 256 for i in range(blocks.bit_length() + 1))
+    return list(dict.fromkeys(min(step, hidden) for step in halved))

@@ -65,7 +65,8 @@ def realise(
 
     ids_TK int64 logical, weights_TK as the router emits them (times p), valid_T bool or None (all), home_T int64 rank
     of each row (None: rank 0), first_row the global number of row 0 for agreed replica choice. Returns ids in the
-    edge's dtype; a sigmoid-gated shared expert needs shared_gate_T, and nothing else takes it.
+    edge's dtype and, on torch, weights in it where it has fewer bits than float32; a sigmoid-gated shared expert needs
+    shared_gate_T, and nothing else takes it.
     """
     spec, placement = plan.spec, plan.placement
     gated = spec.shared is not None and spec.shared.gate is SharedGate.SIGMOID
@@ -94,6 +95,8 @@ def realise(
     if ok_TJ is not None:
         ids_TJ, weights_TJ = mark_invalid(plan.send.pad, ids_TJ, weights_TJ, ok_TJ, plan.send.num_slots, xp)
     ids_TJ = _cast(ids_TJ, plan.send.id_dtype, xp)
+    if xp is not numpy and plan.send.weight_dtype != "float32":  # numpy's is the definition, in float64
+        weights_TJ = _cast(weights_TJ, plan.send.weight_dtype, xp)
     return Routed(
         ids_TJ=ids_TJ, weights_TJ=weights_TJ, valid_T=valid_T, identity_T=identity_T,
         shared_gate_T=shared_gate_T if plan.num_shared == 0 else None, load_E=load_E, load_P=load_P,
@@ -108,9 +111,9 @@ def _count(ids_TK: Array, ok_TK: Array, size: int, xp: ModuleType) -> Array:
     return xp.asarray(counts, dtype=xp.int64)
 
 
-def _cast(ids_TJ: Array, dtype: str, xp: ModuleType) -> Array:
+def _cast(values_TJ: Array, dtype: str, xp: ModuleType) -> Array:
     wanted = getattr(xp, dtype)
-    return ids_TJ if ids_TJ.dtype == wanted else xp.asarray(ids_TJ, dtype=wanted)
+    return values_TJ if values_TJ.dtype == wanted else xp.asarray(values_TJ, dtype=wanted)
 
 
 def _spread(ids_TK: Array, size: int, xp: ModuleType) -> Array:

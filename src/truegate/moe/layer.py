@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional
 
 from truegate.kernels.matrix import matrix
-from truegate.kernels.sizes import columns_at_once
 from truegate.law.order import Tables
 from truegate.law.plan import Plan
 from truegate.law.spec import RoutingSpec, SharedGate
@@ -95,7 +94,12 @@ class MoELayer(nn.Module):
         hidden, width = self.w_down.shape[1:]
         beside = 0 if self.shared_gate_up is None else self.shared_gate_up.shape[0] * 3 // 2 + hidden
         num = num_rows * (self.spec.top_k + self.plan.num_shared)
-        return num * (width + columns_at_once(num, hidden, self.w_down.itemsize)[0].stop) + num_rows * beside
+        return self.backends.experts.values(num, hidden, width, self.w_down.itemsize) + num_rows * beside
+
+    def turns(self) -> list[int]:
+        """Row counts above which a step's kernels have another form."""
+        slots = self.spec.top_k + self.plan.num_shared
+        return self.backends.experts.turns(slots, self.w_down.shape[1], self.w_down.itemsize)
 
     def gate(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Router logits [T, E+Z] in fp32, whatever the run's dtype: fewer bits reorder experts."""

@@ -2,12 +2,13 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from truegate.cache.pools import MHAPool
-from truegate.engine.warm import warm_up
+from truegate.engine.warm import row_counts, warm_up
 from truegate.errors import UserError
 from truegate.models import load_model
 
@@ -35,6 +36,34 @@ def test_the_longest_step_is_computed_and_writes_nobodys_page_alone(name, tmp_pa
             assert pool.rows(layer)[0].any()
     assert [len(hidden) for hidden in rows] == [1, 1, 1]
     assert torch.cat(rows).isfinite().all()
+
+
+@pytest.mark.parametrize(("slots", "hidden", "num_rows"), [(8, 2048, 16512), (9, 7168, 8192), (6, 5000, 16000)])
+def test_steps_at_start_take_every_width_that_a_later_step_takes(slots, hidden, num_rows):
+    """Another width of a part of columns is another kernel to compile."""
+    from truegate.kernels import sizes
+
+    def widths(rows):
+        return {part.stop - part.start for part in sizes.columns_at_once(rows * slots, hidden, 2)}
+
+    layer = SimpleNamespace(turns=lambda: sizes.longest(slots, hidden, 2))
+    counts = row_counts(SimpleNamespace(moe_layers=[layer]), num_rows)
+    assert counts[0] == num_rows
+    assert len(counts) > 1
+    assert set().union(*map(widths, counts)) == set().union(*map(widths, range(1, num_rows + 1)))
+
+
+def test_a_layer_says_where_its_steps_turn_to_another_form(tmp_path):
+    from tiny_checkpoints import reference, save
+
+    from truegate.models.load import LoadOptions
+
+    folder = save(reference("Qwen3-MoE", num_hidden_layers=1), tmp_path)
+    assert load_model(folder).moe_layers[0].turns() == []
+    pytest.importorskip("triton", reason="the kernels need Triton: pip install triton")
+    layer = load_model(folder, options=LoadOptions(experts="triton")).moe_layers[0]
+    spec = layer.spec
+    assert layer.turns()[0] == 200 * 2**20 // (spec.top_k * spec.hidden * 4)
 
 
 def test_a_step_that_does_not_fit_is_said_at_start():

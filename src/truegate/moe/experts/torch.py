@@ -50,6 +50,16 @@ def activate(spec, gate, up):
             return (up + 1) * gate * (gate * 1.702).sigmoid()
 
 
+def values(num: int, hidden: int, width: int, element_size: int) -> int:
+    """Numbers that a call of so many assignments holds at a time on a GPU: x and h in order, or out in both orders."""
+    return num * (2 * hidden + max(hidden, 3 * width))
+
+
+def turns(slots: int, hidden: int, element_size: int) -> list[int]:
+    """Row counts above which a step's kernels have another form: none."""
+    return []
+
+
 class TorchExperts:
     """y[t] = sum_j weights[t, j] * F_{ids[t, j]}(x[t]), or F(weights[t, j] * x[t]) where the spec weighs the input."""
 

@@ -31,6 +31,20 @@ def build(plan: Plan, weights: ExpertWeights) -> "TritonExperts":
     return TritonExperts(plan, weights)
 
 
+def values(num: int, hidden: int, width: int, element_size: int) -> int:
+    """Numbers that a call of so many assignments holds at a time: h, and some columns of what goes to the sum."""
+    from truegate.kernels.sizes import columns_at_once
+
+    return num * (width + columns_at_once(num, hidden, element_size)[0].stop)
+
+
+def turns(slots: int, hidden: int, element_size: int) -> list[int]:
+    """Row counts above which a step's kernels have another form: one more part of columns."""
+    from truegate.kernels.sizes import longest
+
+    return longest(slots, hidden, element_size)
+
+
 class TritonExperts:
     """y[t] = sum_j weights[t, j] * F_{ids[t, j]}(x[t]), or F(weights[t, j] * x[t]) where the spec weighs the input."""
 
