@@ -6,11 +6,13 @@ import torch
 
 pytest.importorskip("triton")
 
+import broken_route_cases as broken
 import route_cases as cases
 
 from truegate.kernels.route import Route
 from truegate.law.select import select
 from truegate.law.spec import SelectOn
+from truegate.moe.selftest import self_test
 
 pytestmark = pytest.mark.gpu
 
@@ -66,3 +68,26 @@ def test_a_captured_graph_routes_new_logits():
         want = kernel(**scene)
         assert torch.equal(routed.ids_TJ, want.ids_TJ)
         assert torch.equal(routed.weights_TJ.nan_to_num(7), want.weights_TJ.nan_to_num(7))
+
+
+@pytest.mark.parametrize("name", broken.SPECS)
+def test_the_self_test_passes_on_the_kernel_whole(name):
+    report = self_test(broken.layer_of(name, device="cuda"))
+    assert report.ok, report.sentence
+
+
+@pytest.mark.parametrize(("name", "constant", "value"), broken.CONSTANTS)
+def test_the_self_test_sees_a_broken_constant(name, constant, value):
+    layer = broken.layer_of(name, device="cuda")
+    broken.break_constant(layer.router.route, constant, value)
+    wrong = [check for check in self_test(layer).checks if not check.ok]
+    assert any(check.what == "coefficients" for check in wrong), f"only {[check.name for check in wrong]}"
+
+
+@pytest.mark.parametrize(("name", "what", "change"), broken.INPUTS)
+def test_the_self_test_sees_wrong_inputs(name, what, change):
+    layer = broken.layer_of(name, device="cuda")
+    broken.mislead(layer, change)
+    wrong = [check for check in self_test(layer).checks if not check.ok]
+    expected = "padding" if what == "no valid" else "coefficients"
+    assert any(check.what == expected for check in wrong), f"only {[check.name for check in wrong]}"
