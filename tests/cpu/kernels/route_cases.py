@@ -10,7 +10,7 @@ from truegate.kernels.route import Route
 from truegate.law.contract import Drop, Experts, Router, Sentinel, SharedLayout, ZeroWeight
 from truegate.law.order import Tables
 from truegate.law.placement import from_slots
-from truegate.law.plan import Choices, Plan, compile_plan
+from truegate.law.plan import Choices, Plan, Ranks, compile_plan
 from truegate.law.spec import (
     Activation,
     Denominator,
@@ -67,20 +67,23 @@ SPECS = (BASE, V2, QWEN3, QWEN2, KIMI, ERNIE, SOFTPLUS, GPT_OSS, LOGITS_SOFTMAX,
          LARGEST, ODD_GROUPS)  # fmt: skip
 
 
-def plan_of(spec: RoutingSpec, *, pad=None, id_dtype="int32", layout=None, redundant=0, **choices) -> Plan:
-    """A plan on one rank whose first edge has the given padding rule, id dtype and shared layout."""
+def plan_of(spec: RoutingSpec, *, pad=None, id_dtype="int32", weight_dtype="float32", layout=None, redundant=0,
+            ranks=1, **choices) -> Plan:  # fmt: skip
+    """A plan whose first edge has the given padding rule, dtypes and shared layout; several ranks exchange by mori."""
     layouts = frozenset({SharedLayout.NONE, layout or SharedLayout.GLOBAL_TAIL})
     experts = Experts(
-        name="any", status="interface", source="test", id_dtype=id_dtype, accepts=(pad or Drop(),),
-        shared_layouts=layouts, weight_at=frozenset(WeightAt), activations=frozenset(Activation), expert_bias=True,
+        name="any", status="interface", source="test", id_dtype=id_dtype, weight_dtype=weight_dtype,
+        accepts=(pad or Drop(),), shared_layouts=layouts, weight_at=frozenset(WeightAt),
+        activations=frozenset(Activation), expert_bias=True,
     )  # fmt: skip
     slots = np.arange(spec.num_experts + redundant) % spec.num_experts
     if redundant:
         slots = np.random.default_rng(0).permutation(slots)
-    placement = from_slots(slots, num_experts=spec.num_experts, num_ranks=1)
+    placement = from_slots(slots, num_experts=spec.num_experts, num_ranks=ranks)
+    dispatch = load("dispatch", "local" if ranks == 1 else "mori").CONTRACT
     return compile_plan(
-        spec, router=ROUTER, experts=experts, dispatch=load("dispatch", "local").CONTRACT, placement=placement,
-        choices=Choices(**choices),
+        spec, router=ROUTER, experts=experts, dispatch=dispatch, placement=placement,
+        choices=Choices(ranks=Ranks(dp=ranks, ep=ranks), **choices),
     )  # fmt: skip
 
 
@@ -96,6 +99,11 @@ def plans() -> dict[str, Plan]:
     found["replicas"] = plan_of(QWEN3, redundant=9)
     found["replicas per rank"] = plan_of(V2, redundant=7, fuse_shared=True, layout=SharedLayout.PER_RANK)
     found["identity replicas"] = plan_of(LONGCAT, redundant=12, pad=ZeroWeight())
+    found["four ranks"] = plan_of(
+        QWEN2, redundant=8, ranks=4, fuse_shared=True, layout=SharedLayout.PER_RANK, pad=ZeroWeight()
+    )
+    for dtype in ("bfloat16", "float16"):
+        found[f"weights {dtype}"] = plan_of(QWEN2, fuse_shared=True, weight_dtype=dtype)
     return found
 
 
@@ -126,23 +134,25 @@ def scene(plan: Plan, num_rows: int, *, device: str, seed: int = 0, coarse: bool
     gated = spec.shared is not None and spec.shared.gate is SharedGate.SIGMOID
     hashed = spec.select_on is SelectOn.HASH
     placement = plan.placement
+    home = torch.from_numpy(rng.integers(0, placement.num_ranks, num_rows))
     tables = Tables(torch.from_numpy(placement.replicas_EX).to(device), torch.from_numpy(placement.count_E).to(device))
     inputs = {
         "bias_E": bias if spec.has_selection_bias else None, "token_ids_T": tokens if hashed else None,
         "table_VK": table if hashed else None, "shared_gate_T": torch.rand(num_rows) if gated else None,
-        "valid_T": valid if invalid else None,
+        "valid_T": valid if invalid else None, "home_T": home if placement.num_ranks > 1 else None,
     }  # fmt: skip
     on_device = {k: None if v is None else v.to(device) for k, v in inputs.items()}
     return {"logits_TE": logits.to(device), "tables": None if placement.is_identity else tables, **on_device}
 
 
-def check(plan: Plan, inputs: dict, *, device: str, decided_T: torch.Tensor | None = None, rows: int = 1) -> None:
-    """The kernel's Routed is the twin's: ids bitwise, weights to fp32 rounding, on rows that rounding cannot decide."""
+def check(plan: Plan, inputs: dict, *, device: str, decided_T: torch.Tensor | None = None, rows: int = 1,
+          route: Route | None = None) -> None:  # fmt: skip
+    """The kernel's Routed is the twin's: ids bitwise, weights to rounding, on rows that rounding cannot decide."""
     inputs = dict(inputs)
     logits_TE = inputs.pop("logits_TE")
     load_E = torch.zeros(plan.spec.num_experts, dtype=torch.int64, device=device)
     load_P = torch.zeros(plan.placement.num_slots, dtype=torch.int64, device=device)
-    got = Route(plan, rows_a_program=rows)(logits_TE, **inputs, load_E=load_E, load_P=load_P)
+    got = (route or Route(plan, rows_a_program=rows))(logits_TE, **inputs, load_E=load_E, load_P=load_P)
     want = twin(plan, logits_TE, **inputs, count=True)
     at = slice(None) if decided_T is None else decided_T
     assert got.ids_TJ.dtype == want.ids_TJ.dtype
@@ -152,7 +162,8 @@ def check(plan: Plan, inputs: dict, *, device: str, decided_T: torch.Tensor | No
     chose = chose if inputs["valid_T"] is None else chose & inputs["valid_T"]
     assert torch.equal(got.logical_TK[chose], want.logical_TK[chose])
     close = {"rtol": 2e-6, "atol": 1e-30, "equal_nan": True}
-    torch.testing.assert_close(got.weights_TJ[at], want.weights_TJ[at], **close)
+    last_place = torch.finfo(want.weights_TJ.dtype).eps  # where rounding of a rounded weight may end, with few bits
+    torch.testing.assert_close(got.weights_TJ[at], want.weights_TJ[at], **{**close, "rtol": max(2e-6, last_place)})
     torch.testing.assert_close(got.chosen_TK[chose], want.chosen_TK[chose], **close)
     if want.identity_T is not None:
         torch.testing.assert_close(got.identity_T[at], want.identity_T[at], **close)

@@ -5,12 +5,14 @@ import torch
 
 pytest.importorskip("triton", reason="kernels run interpreted where triton is installed")
 
+import broken_route_cases as broken
 import route_cases as cases
 
 from truegate.kernels.route import Route
 
 PLANS = cases.plans()
-PADDED = ("v3 fused", "hash", *(name for name in PLANS if name.startswith(("fused", "identity", "replicas"))))
+STARTS = ("fused", "identity", "replicas", "four", "weights")
+PADDED = ("v3 fused", "hash", *(name for name in PLANS if name.startswith(STARTS)))
 
 
 @pytest.mark.parametrize(("name", "invalid"), [*((name, False) for name in PLANS), *((name, True) for name in PADDED)])
@@ -27,6 +29,25 @@ GROUPED = [name for name, plan in PLANS.items() if plan.spec.groups is not None]
 def test_rows_without_ties_are_decided_among_the_kept_groups_alone(name):
     plan = PLANS[name]
     cases.check(plan, cases.scene(plan, 4, device="cpu", coarse=False, invalid=True, distinct=True), device="cpu")
+
+
+@pytest.mark.parametrize(("name", "constant", "value"), broken.CONSTANTS_OF_THE_EDGE)
+def test_a_broken_constant_of_the_edge_is_not_the_twin(name, constant, value):
+    plan, route = PLANS[name], Route(PLANS[name])
+    broken.break_constant(route, constant, value)
+    inputs = cases.scene(plan, 6, device="cpu", coarse=True, invalid=True)
+    with pytest.raises(AssertionError):
+        cases.check(plan, inputs, device="cpu", route=route)
+
+
+def test_every_rank_has_its_own_shared_slots():
+    """A row's shared slots are its home's, which lie behind the experts there."""
+    plan = PLANS["four ranks"]
+    inputs = cases.scene(plan, 12, device="cpu", coarse=True, invalid=False)
+    inputs["home_T"] = torch.arange(12) % 4
+    width = plan.placement.slots_per_rank + 4
+    ids_TS = Route(plan)(**inputs).ids_TJ[:, 4:]
+    assert torch.equal(ids_TS, (inputs["home_T"][:, None] * width + width - 4 + torch.arange(4)).int())
 
 
 def test_programs_of_several_rows():
