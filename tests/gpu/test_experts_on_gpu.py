@@ -135,9 +135,9 @@ def test_permute_is_a_stable_sort_whose_tiles_cover_it(num_rows, slots, num_slot
     assert found == twin(ids, num_slots, 64)[1]
 
 
-def layer_of(family, *, dtype=torch.bfloat16, **choices) -> MoELayer:
-    spec, backends = RoutingSpec(family=family, **{**SIZES, **LAYERS[family]}), choose(experts="triton")
-    plan = compile_layer(spec, backends, place(num_experts=spec.num_experts), Choices(**choices))
+def layer_of(family, *, dtype=torch.bfloat16, fuse_shared=False, **sizes) -> MoELayer:
+    spec, backends = RoutingSpec(family=family, **{**SIZES, **LAYERS[family], **sizes}), choose(experts="triton")
+    plan = compile_layer(spec, backends, place(num_experts=spec.num_experts), Choices(fuse_shared=fuse_shared))
     return MoELayer(plan, backends, dtype=dtype, device="cuda")
 
 
@@ -156,12 +156,8 @@ def test_every_fault_is_caught_through_the_kernels(part):
         assert outcome.caught_by, f"{outcome.fault.name} in {outcome.layer} was not seen"
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
-@pytest.mark.parametrize("part", range(4))
-def test_coefficients_at_every_row_count_are_those_of_one_row(family, part):
-    layer = layer_of(family, dtype=torch.float32)
-    instrument = Instrument(layer)
-    instrument.measure(instrument.rows(1))  # writes the read-out
+def at_every_row_count(layer, part: int, instrument: Instrument):
+    """(y_TD, what the same rows gave one at a time) at every fourth T up to 1025, from 1 + part on."""
     x_TD = instrument.rows(1025)
 
     def run(x):
@@ -169,7 +165,34 @@ def test_coefficients_at_every_row_count_are_those_of_one_row(family, part):
 
     alone_TD = torch.cat([run(x_TD[t : t + 1]) for t in range(1025)])
     for num_rows in range(1 + part, 1026, 4):
-        torch.testing.assert_close(run(x_TD[:num_rows]), alone_TD[:num_rows], rtol=2e-6, atol=1e-6)
+        yield run(x_TD[:num_rows]), alone_TD[:num_rows]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize("part", range(4))
+def test_coefficients_at_every_row_count_are_those_of_one_row(family, part):
+    layer = layer_of(family, dtype=torch.float32)
+    instrument = Instrument(layer)
+    instrument.measure(instrument.rows(1))  # writes the read-out
+    for together_TD, alone_TD in at_every_row_count(layer, part, instrument):
+        torch.testing.assert_close(together_TD, alone_TD, rtol=2e-6, atol=1e-6)
+
+
+QWEN3 = {"num_experts": 128, "top_k": 8, "hidden": 2048, "expert_intermediate": 768}
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_coefficients_of_a_tuned_size_at_every_row_count_are_those_of_one_row(part):
+    """bf16 at the sizes of tuned.json, which has ten tilings between 1 row and 1025; within one last place."""
+    layer = layer_of("qwen3_moe", **QWEN3)
+    if "H200" in torch.cuda.get_device_name():
+        assert len({layer.experts.config(num_rows, 8) for num_rows in range(1, 1026)}) >= 9
+    instrument = Instrument(layer)
+    for num_rows in (1025, 1):
+        assert instrument.measure(instrument.rows(num_rows)).error <= 1e-2
+    for together_TD, alone_TD in at_every_row_count(layer, part, instrument):
+        away_T = (together_TD.float() - alone_TD.float()).abs().amax(1) / alone_TD.float().abs().amax(1)
+        assert float(away_T.max()) <= torch.finfo(torch.bfloat16).eps, f"{len(away_T)} rows, row {int(away_T.argmax())}"
 
 
 def test_a_captured_graph_runs_other_rows_and_ids():
