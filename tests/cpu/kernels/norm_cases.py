@@ -25,8 +25,12 @@ class Tensors:
     def __call__(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator).to(self.dtype).to(self.device)
 
+    def spare(self, num_rows: int, width: int) -> torch.Tensor:
+        """What nobody may read: NaN."""
+        return torch.full((num_rows, width), float("nan"), dtype=self.dtype, device=self.device)
+
     def pool(self, width: int) -> torch.Tensor:
-        return torch.full((self.num_slots, width), float("nan"), dtype=self.dtype, device=self.device)
+        return self.spare(self.num_slots, width)
 
 
 def same(mine: torch.Tensor, right: torch.Tensor) -> None:
@@ -41,7 +45,8 @@ def check_rms_norm(num_rows: int, width: int, *, add: bool, dtype: torch.dtype, 
     from truegate.kernels import norm
 
     tensors = Tensors(num_rows, dtype=dtype, device=device)
-    x_TD, weight_D = tensors(num_rows, width + 5)[:, :width], tensors(width)
+    x_TD = torch.cat((tensors(num_rows, width), tensors.spare(num_rows, 5)), 1)[:, :width]
+    weight_D = tensors(width)
     residual = tensors(num_rows, width) if add else None
     mine = None if residual is None else residual.clone()
     right = None if residual is None else residual.clone()
@@ -76,12 +81,14 @@ def check_store_latent(num_rows, num_heads, latent, rotary, *, dtype, device) ->
     from truegate.kernels import norm
 
     tensors = Tensors(num_rows, dtype=dtype, device=device, rotary=rotary)
-    wide = tensors(num_rows, 7 + latent + rotary + num_heads * rotary)
+    latents, queries = tensors(num_rows, latent + rotary), tensors(num_rows, num_heads * rotary)
+    before, between, after = (tensors.spare(num_rows, width) for width in (7, 3, 5))
+    wide = torch.cat((before, latents, between, queries, after), 1)
     weight_C = tensors(latent)
     found = []
     for kernel in (norm, ref):
         own, pool = wide.clone(), tensors.pool(latent + rotary)
-        q_rope = own[:, 7 + latent + rotary :].view(num_rows, num_heads, rotary)
+        q_rope = own[:, 10 + latent + rotary : -5].view(num_rows, num_heads, rotary)
         kernel.store_latent(
             own[:, 7 : 7 + latent + rotary], q_rope, (weight_C, 1e-6), tensors.rotations_XR, tensors.step, pool
         )
@@ -93,7 +100,8 @@ def check_store_latent(num_rows, num_heads, latent, rotary, *, dtype, device) ->
 def check_silu_mul(num_rows: int, width: int, *, dtype, device) -> None:
     from truegate.kernels import norm
 
-    x = Tensors(num_rows, dtype=dtype, device=device)(num_rows, 2 * width + 6)[:, : 2 * width]
+    tensors = Tensors(num_rows, dtype=dtype, device=device)
+    x = torch.cat((tensors(num_rows, 2 * width), tensors.spare(num_rows, 6)), 1)[:, : 2 * width]
     same(norm.silu_mul(x), ref.silu_mul(x))
 
 
