@@ -1,5 +1,7 @@
 """Layers and rows that the expert kernels are swept over, with everything poisoned that must not be read."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,8 +68,24 @@ def reference(one: Layer, x, ids, weights) -> torch.Tensor:
     return twin(x, one.gate_up, one.down, one.biases, ids, weights, one.sizes)
 
 
-def run(one: Layer, config: Config, x, ids, weights) -> torch.Tensor:
-    return experts(x, one.gate_up, one.down, one.biases, ids, weights, one.sizes, config)
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """What torch allocates begins as NaN, integers as their largest, so that whoever reads it unwritten shows."""
+    fills, deterministic = torch.utils.deterministic, torch.are_deterministic_algorithms_enabled()
+    before, warns = fills.fill_uninitialized_memory, torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    fills.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        fills.fill_uninitialized_memory = before
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+
+
+def run(one: Layer, config: Config, x, ids, weights, *, poison: bool = True) -> torch.Tensor:
+    """y_TD. Without poison nothing stands between the launches, as when serving: on a GPU they then overlap."""
+    with poisoned_memory() if poison else nullcontext():
+        return experts(x, one.gate_up, one.down, one.biases, ids, weights, one.sizes, config)
 
 
 def tiling(path, block_m, n, k, *, stages=2, warps=4, **more) -> Config:
