@@ -4,6 +4,8 @@ Every number a kernel must not read is NaN: rows of other sequences, slots past 
 point outside the pool. T rows, N sequences, S slots, H query heads, K key heads, E, R, V sizes of a head's parts.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -98,6 +100,46 @@ def check_decode(q, keys, scale: float, step: PagedStep) -> None:
     y_DHV = attention.decode(q, keys, step.decodes, scale=scale)
     right_DHV = ref.decode(q, keys, step.decodes, scale=scale)
     assert error(y_DHV, right_DHV) < TOLERANCE[q[0].dtype]
+
+
+def alone(q, keys, scale: float, decodes, row: int) -> torch.Tensor:
+    """y_HV of one decode row without the others."""
+    from truegate.kernels import attention
+
+    mine = slice(row, row + 1)
+    one = replace(decodes, seqs_D=decodes.seqs_D[mine], contexts_D=decodes.contexts_D[mine])
+    parts = tuple(None if part is None else part[mine] for part in q)
+    return attention.decode(parts, keys, one, scale=scale)[0]
+
+
+def check_alone(q, keys, scale: float, decodes) -> None:
+    """With fixed splits every row is, to the bit, what it is without the others."""
+    from truegate.kernels import attention
+
+    together = attention.decode(q, keys, decodes, scale=scale)
+    for row in range(decodes.size):
+        assert torch.equal(alone(q, keys, scale, decodes, row), together[row]), f"row {row}"
+
+
+def check_fixed_splits(q, keys, scale: float, decodes, size: int) -> list[torch.Tensor]:
+    """Splits of `size` slots begin at its multiples, however many there may be: a context within the first is whole.
+
+    Returns what 2, 4 and 16 of them give: to the bit the same, where products and their sum are rounded apart.
+    """
+    from truegate.kernels import attention
+    from truegate.kernels.ref import attention as ref
+
+    whole = attention.decode(q, keys, replace(decodes, num_splits=1), scale=scale)
+    in_one = decodes.contexts_D <= size
+    assert 0 < int(in_one.sum()) < decodes.size
+    assert int(decodes.contexts_D.max()) <= 2 * size
+    found = []
+    for num_splits in (2, 4, 16):
+        cut = replace(decodes, num_splits=num_splits, min_split=size)
+        found.append(attention.decode(q, keys, cut, scale=scale))
+        assert error(found[-1], ref.decode(q, keys, cut, scale=scale)) < TOLERANCE[q[0].dtype]
+        assert torch.equal(found[-1][in_one], whole[in_one])
+    return found
 
 
 def check_prefill(q, keys, scale: float, chunks, value_size: int) -> None:

@@ -86,16 +86,27 @@ def test_the_work_list_names_every_row_once_and_the_longest_first():
 
 
 def test_fixed_splits_do_not_see_the_batch():
+    case = run(DECODES, 128, torch.float32)
+    cases.check_alone(*cases.gqa(case, 4, 2, 32), case.step(num_splits=4).decodes)
+
+
+@pytest.mark.xfail(strict=True, reason="tiles of 16-bit values are chosen by the batch, with fixed splits too")
+def test_fixed_splits_of_16_bit_values_do_not_see_a_large_batch():
     from truegate.kernels import attention
 
-    case = run(DECODES, 128, torch.float32)
+    case = run([(1, 100)] * 17, 128, torch.float16)
     q, keys, scale = cases.gqa(case, 4, 2, 32)
-    together = attention.decode(q, keys, case.step(num_splits=4).decodes, scale=scale)
-    step = case.step(num_splits=4)
-    alone = type(step.decodes)(
-        seqs_D=step.decodes.seqs_D[3:4], contexts_D=step.decodes.contexts_D[3:4],
-        table_NP=step.decodes.table_NP, page_size=16, num_splits=4)  # fmt: skip
-    assert torch.equal(attention.decode((q[0][3:4], None), keys, alone, scale=scale)[0], together[3])
+    decodes = case.step(num_splits=2).decodes
+    together = attention.decode(q, keys, decodes, scale=scale)
+    assert torch.equal(cases.alone(q, keys, scale, decodes, 3), together[3])
+
+
+@pytest.mark.parametrize("num_heads", [4, 20])
+def test_splits_of_fixed_size_begin_at_its_multiples(num_heads):
+    case = run([(1, n) for n in (1, 33, 64, 65, 100, 127, 128)], 40, torch.float32)
+    two, four, sixteen = cases.check_fixed_splits(*cases.latent(case, num_heads, 32, 8), case.step().decodes, 64)
+    assert torch.equal(two, four)
+    assert torch.equal(two, sixteen)
 
 
 def test_contexts_are_expanded_a_few_at_a_time(monkeypatch):
