@@ -8,6 +8,8 @@ pytest.importorskip("triton", reason="kernels run interpreted where triton is in
 import experts_cases as cases
 
 from truegate.kernels import by_rows, combine, grouped, permute, sizes, tuning
+from truegate.kernels.ref import combine as ref_combine
+from truegate.kernels.ref import grouped as ref_grouped
 from truegate.kernels.ref.permute import permute as twin
 from truegate.law.spec import Activation
 
@@ -93,12 +95,97 @@ def test_launches_of_each_path(path, num_rows, launches):
     assert len(seen) == launches
 
 
+TILED = [path for path in PATHS if path != "rows"]
+
+
+def product(one, path, a, ids, weights, *, order, first, gated=False, some=slice(None)):
+    """One grouped product of a layer, some of its columns: what it leaves unwritten is NaN."""
+    w, bias = (one.gate_up, one.biases[0]) if first else (one.down, one.biases[1])
+    config = PATHS[path]
+    with cases.poisoned_memory():
+        return grouped.grouped_gemm(
+            a, w[:, some], None if bias is None else bias[:, some], weights, ids, order, one.sizes, config.block_m,
+            config.gate_up if first else config.down, first=first, gated=gated,
+        )  # fmt: skip
+
+
+def scene_of_products(path, *, at_input, bias):
+    """A layer, rows and their order; the valid assignments, and where the rows of h stand that belong to them."""
+    one = cases.layer(5, 24, 20, at_input=at_input, bias=bias, unused=(1,))
+    x, ids, weights = cases.rows(one, 9 if path == "inline" else 24, 3)
+    config = PATHS[path]
+    order = permute.permute(ids, 5, config.block_m) if config.path == "ordered" else None
+    if order is None:
+        numbers = ((ids >= 0) & (ids < 5)).flatten().nonzero()[:, 0]
+        return one, (x, ids, weights), None, numbers, numbers
+    numbers = twin(ids, 5, config.block_m)[0].long()
+    return one, (x, ids, weights), order, numbers, torch.arange(len(numbers))
+
+
+def agree(got, want, at) -> None:
+    """The rows `at` are want, all others were left alone."""
+    assert cases.worst(got[at], want) < 1e-6
+    others = torch.ones(len(got), dtype=torch.bool)
+    others[at] = False
+    assert got[others].isnan().all()
+
+
+@pytest.mark.parametrize("path", TILED)
+@pytest.mark.parametrize(("at_input", "bias"), [(False, True), (True, False)], ids=["output", "input"])
+def test_the_first_product_is_its_twin(path, at_input, bias):
+    one, (x, ids, weights), order, numbers, places = scene_of_products(path, at_input=at_input, bias=bias)
+    more = {"at_input": at_input}
+    want = ref_grouped.gate_up(x, one.gate_up, one.biases[0], weights, ids, one.sizes.activation, None, **more)
+    agree(product(one, path, x, ids, weights, order=order, first=True, gated=True), want[numbers], places)
+    each = x.repeat_interleave(3, 0) * (weights.flatten()[:, None] if at_input else 1.0)
+    plain = ref_grouped.down(each, one.gate_up, one.biases[0], weights, ids, at_output=False)
+    agree(product(one, path, x, ids, weights, order=order, first=True), plain[numbers], places)
+
+
+@pytest.mark.parametrize("path", TILED)
+@pytest.mark.parametrize(("at_input", "bias"), [(False, True), (True, False)], ids=["output", "input"])
+def test_the_second_product_is_its_twin_in_any_of_its_columns(path, at_input, bias):
+    one, (_, ids, weights), order, numbers, places = scene_of_products(path, at_input=at_input, bias=bias)
+    h_NF = torch.randn((ids.numel(), 20), generator=torch.Generator().manual_seed(3))
+    held_NF = torch.full_like(h_NF, cases.NAN)
+    held_NF[places] = h_NF[numbers]
+    want = ref_grouped.down(h_NF, one.down, one.biases[1], weights, ids, at_output=not at_input)
+    for some in (slice(None), slice(5, 23)):
+        got = product(one, path, held_NF, ids, weights, order=order, first=False, some=some)
+        agree(got, want[numbers][:, some], numbers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("num_rows", "slots", "hidden"), [(5, 3, 24), (2, 8, 300), (257, 2, 1030)])
+def test_combine_is_its_twin_and_writes_its_columns_alone(num_rows, slots, hidden, dtype):
+    ids = torch.randint(-2, 7, (num_rows, slots), generator=torch.Generator().manual_seed(hidden)).to(torch.int32)
+    out_ND = torch.randn((num_rows * slots, hidden), generator=torch.Generator().manual_seed(1)).to(dtype)
+    out_ND[((ids < 0) | (ids >= 5)).flatten()] = cases.NAN
+    wider = torch.full((num_rows, hidden + 9), cases.NAN, dtype=dtype)
+    y_TD = wider[:, 4 : 4 + hidden]
+    assert combine.combine(out_ND, ids, 5, y_TD) is y_TD
+    want = ref_combine.combine(out_ND, ids, 5)
+    # one rounding of the sum, from fp32
+    torch.testing.assert_close(y_TD, want.to(dtype), rtol=1e-6 if dtype is torch.float32 else 1e-3, atol=1e-6)
+    assert wider[:, :4].isnan().all()
+    assert wider[:, 4 + hidden :].isnan().all()
+
+
+@pytest.mark.parametrize(("num_rows", "slots"), [(300, 4), (1100, 4)])  # either way of `permute`
+def test_permute_of_512_experts(num_rows, slots):
+    check_permute(torch.randint(-2, 514, (num_rows, slots), generator=torch.Generator().manual_seed(512)), 512, 16)
+
+
 @pytest.mark.parametrize(("num_rows", "slots"), [(1, 1), (7, 3), (150, 2), (700, 2), (2100, 8)])
 @pytest.mark.parametrize("block_m", [16, 64])
 def test_permute_is_a_stable_sort_by_expert_and_its_tiles_cover_it(num_rows, slots, block_m):
     num_slots = 9
     ids = torch.randint(-2, num_slots + 2, (num_rows, slots), generator=torch.Generator().manual_seed(num_rows))
     ids[ids == 4] = 5  # an expert without rows
+    check_permute(ids, num_slots, block_m)
+
+
+def check_permute(ids, num_slots, block_m) -> None:
     ids = ids.to(torch.int32)
     got = permute.permute(ids, num_slots, block_m)
     order, tiles = twin(ids, num_slots, block_m)
