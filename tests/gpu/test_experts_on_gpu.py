@@ -123,7 +123,8 @@ def test_activations_biases_sides_and_dtypes(path, dtype, activation, at_input):
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "slots", "num_slots"), [(1, 8, 7), (700, 3, 64), (4097, 8, 300), (20001, 8, 32), (9001, 8, 128)]
+    ("num_rows", "slots", "num_slots"),
+    [(1, 8, 7), (700, 3, 64), (4097, 8, 300), (20001, 8, 32), (9001, 8, 128), (500, 8, 512), (9001, 8, 512)],
 )
 def test_permute_is_a_stable_sort_whose_tiles_cover_it(num_rows, slots, num_slots):
     ids = torch.randint(-3, num_slots + 3, (num_rows, slots)).to(torch.int32)
