@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
+from machine import versions
 
 from truegate import LLM, SamplingParams
 from truegate.canary.api import MAX_TOP, Api, Completion
@@ -94,14 +94,14 @@ def main() -> int:
         print(row)
         return int(not as_it_should)
     jobs = options.jobs or (1 if options.device == "cpu" else len(options.family))
+    print(versions(cpu=options.device == "cpu") + "\n")
     print("| family | verdict | coefficients right | error, max | median | start, s | asked, s |\n" + "|---" * 7 + "|")
     all_right = True
     with ThreadPoolExecutor(jobs) as pool:
         for row, as_it_should in pool.map(lambda family: apart(family, options), options.family):
             print(row, flush=True)
             all_right &= as_it_should
-    where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    print(f"\n{options.dtype}, {where}, torch {torch.__version__}")
+    print(f"\n{options.dtype}, {options.device}")
     return int(not all_right)
 
 

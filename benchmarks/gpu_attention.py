@@ -1,4 +1,4 @@
-"""Attention kernels on one GPU, beside their floors: bytes (decode) or operations (prefill) at measured rates.
+"""Attention kernels on one GPU, beside their floors: bytes (decode) or operations (prefill) at rates measured first.
 
     python benchmarks/gpu_attention.py [--sweep] [--context 1152]
 
@@ -11,13 +11,15 @@ import argparse
 import itertools
 
 import torch
+from gpu_kernels import ceilings
+from machine import versions
 
 from truegate.cache.pools import MHAPool, MLAPool
 from truegate.kernels import attention
 from truegate.layers.paged import paged_step
 from truegate.types import Batch
 
-PAGE, BANDWIDTH, MATMUL = 16, 4.3e12, 780e12
+PAGE = 16
 TILES = {  # slots, stages, warps
     "gqa": ((64, 5, 4), (32, 5, 4), (64, 7, 4), (128, 5, 8)), "mla": ((32, 5, 8), (32, 5, 4), (64, 3, 8)),
 }  # fmt: skip
@@ -61,8 +63,8 @@ def make(kind: str, parts, layers: int):
     return pool, batch_of(parts, pool)
 
 
-def decode(kind: str, size: int, context: int, splits: int | None) -> tuple[float, float]:
-    """(microseconds, floor) of one layer."""
+def decode(kind: str, size: int, context: int, splits: int | None) -> tuple[float, int]:
+    """(microseconds, bytes read) of one layer."""
     num_bytes = size * context * (1024 if kind == "gqa" else 576) * 2
     layers = max(2, min(32, -(-(200 << 20) // num_bytes)))
     pool, batch = make(kind, [(1, context)] * size, layers)
@@ -83,10 +85,11 @@ def decode(kind: str, size: int, context: int, splits: int | None) -> tuple[floa
                 keys = latent, rest, latent
             attention.decode(q, keys, step.decodes, scale=scale)
 
-    return timed(run) / layers, num_bytes / BANDWIDTH * 1e6
+    return timed(run) / layers, num_bytes
 
 
 def prefill(kind: str, count: int, length: int, context: int) -> tuple[float, float]:
+    """(microseconds, operations) of one layer."""
     pool, batch = make(kind, [(length, context)] * count, 1)
     step = paged_step(batch, pool, torch.zeros(1, 2, device="cuda"))
     num_rows, num_keys = count * length, count * context
@@ -106,7 +109,7 @@ def prefill(kind: str, count: int, length: int, context: int) -> tuple[float, fl
         heads, width = 16, 320
     y = random(num_rows, heads, 128)
     operations = 2 * heads * width * count * length * (context - (length - 1) / 2)
-    return timed(lambda: attention.prefill(q, keys, chunks, y, scale=0.08)), operations / MATMUL * 1e6
+    return timed(lambda: attention.prefill(q, keys, chunks, y, scale=0.08)), operations
 
 
 def main() -> None:
@@ -114,9 +117,13 @@ def main() -> None:
     parser.add_argument("--sweep", choices=("gqa", "mla"), nargs="*", default=[])
     parser.add_argument("--context", type=int, default=1152)
     options = parser.parse_args()
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
+    print(versions())
+    bandwidth, rate = ceilings()
+    torch.cuda.empty_cache()
+    print(f"copy {bandwidth / 1e12:.2f} TB/s, bf16 matmul {rate / 1e12:.0f} TFLOP/s", flush=True)
     for kind, size in itertools.product(("gqa", "mla"), (1, 8, 32, 128)):
-        us, floor = decode(kind, size, options.context, None)
+        us, num_bytes = decode(kind, size, options.context, None)
+        floor = num_bytes / bandwidth * 1e6
         print(f"{kind} decode B={size:<4} {us:7.1f} us  floor {floor:6.1f} ({floor / us:4.0%})", flush=True)
         if kind in options.sweep:
             found = []
@@ -133,7 +140,8 @@ def main() -> None:
             attention._decode_tile = usual
             print("   " + "; ".join(f"{us:.1f} us splits {s} tile {t}" for us, s, t in sorted(found)[:5]), flush=True)
     for kind, shape in itertools.product(("gqa", "mla"), PREFILLS):
-        us, floor = prefill(kind, *shape)
+        us, operations = prefill(kind, *shape)
+        floor = operations / rate * 1e6
         what = "{} x {:<4} to {:<4}".format(*shape)
         print(f"{kind} prefill {what} {us:7.1f} us  floor {floor:6.1f} ({floor / us:4.0%})", flush=True)
 

@@ -9,7 +9,7 @@ decode step. Decode: median time between engine steps once all run. Roofline: by
 experts, the experts that B uniformly routed rows hit, keys and values) over --bandwidth. Prefill's: operations of a
 prompt over the rate of large matrix products that run for --seconds, measured here after the batches (a GPU at its
 power limit is slower then than in a short test). Profile: kernels of steady decode steps, and of prefill steps, as the
-device ran them: how many a layer, time by name, largest gap.
+device ran them: how many a layer, time by name, and the gaps before a step's copy to the device, median and largest.
 """
 
 import argparse
@@ -25,12 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import versions
 
 from truegate.config import EngineConfig
 from truegate.engine.core import Engine
 from truegate.types import Request, SamplingParams
 
 PROMPT = 1024
+STEPS = 24  # that are profiled
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {
         "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
@@ -63,7 +65,7 @@ def start(name: str, batches: list[int], options: argparse.Namespace) -> tuple[E
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIGS[name]))
-        length = PROMPT + options.out + 8
+        length = PROMPT + max(options.out, answer(max(batches), options.chunk)) + 8
         engine = Engine(
             EngineConfig(
                 model=folder,
@@ -89,6 +91,11 @@ def start(name: str, batches: list[int], options: argparse.Namespace) -> tuple[E
         "start_s": time.perf_counter() - began, "weights_gib": weights / 2**30, "kv_gib": pool / 2**30,
         "rest_gib": (torch.cuda.memory_reserved() - weights - pool) / 2**30, "used_gib": (total - free) / 2**30,
     }  # fmt: skip
+
+
+def answer(batch: int, chunk: int) -> int:
+    """Tokens of an answer that outlasts the prefill of its batch and the steps that are profiled."""
+    return STEPS + 12 + -(-batch * PROMPT // chunk)
 
 
 def roofline_ms(model: Any, batch: int, context: int, bandwidth: float) -> float:
@@ -171,12 +178,12 @@ def run(engine: Engine, batch: int, num_out: int, seed: int) -> dict[str, float]
     }  # fmt: skip
 
 
-def profile(engine: Engine, batch: int, num_steps: int = 6) -> dict[str, Any]:
+def profile(engine: Engine, batch: int, chunk: int, num_steps: int = STEPS) -> dict[str, Any]:
     """What the device ran in steady decode steps."""
-    ask(engine, batch, num_steps + 12, seed=-1)
+    ask(engine, batch, answer(batch, chunk), seed=-1)
     for _ in range(6):
         engine.step()
-    while any(one.num_output < 2 for one in engine.scheduler.running):
+    while engine.scheduler.waiting or any(one.num_output < 2 for one in engine.scheduler.running):
         engine.step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         for _ in range(num_steps):
@@ -200,7 +207,7 @@ def profile_prefill(engine: Engine, rows: int) -> dict[str, Any]:
 
 
 def summary(trace: Any, num_steps: int) -> dict[str, Any]:
-    """Kernels a step, microseconds a step by name, and the gaps before each step's first copy to the device."""
+    """Kernels a step, microseconds a step by name, and the gaps before copies to the device: one a step."""
     events = sorted(
         (e.time_range.start, e.time_range.end, e.name) for e in trace.events() if e.device_type.name == "CUDA"
     )
@@ -213,8 +220,10 @@ def summary(trace: Any, num_steps: int) -> dict[str, Any]:
     names: Counter[str] = Counter()
     for began, ended, name in kernels:
         names[re.sub(r"<.*", "", name)[:60]] += ended - began
+    between = gaps[1:] or [0.0]
     return {
-        "kernels_a_step": len(kernels) / num_steps, "gap_us": statistics.median(gaps[1:] or [0.0]),
+        "kernels_a_step": len(kernels) / num_steps, "gaps": len(gaps[1:]), "gap_us": statistics.median(between),
+        "largest_gap_us": max(between),
         "busy_share": sum(e - b for b, e, _ in events) / (events[-1][1] - events[0][0]),
         "us_a_step": {name: us / num_steps for name, us in names.most_common(16)},
         "counts": {n: c / num_steps for n, c in Counter(re.sub(r"<.*", "", n)[:60] for _, _, n in kernels).items()},
@@ -223,8 +232,9 @@ def summary(trace: Any, num_steps: int) -> dict[str, Any]:
 
 def show(seen: dict[str, Any], layers: int) -> None:
     print(
-        f"  {seen['kernels_a_step']:.0f} kernels a step, {seen['kernels_a_step'] / layers:.1f} a layer; gap between "
-        f"steps {seen['gap_us']:.0f} us; busy {seen['busy_share']:.0%}",
+        f"  {seen['kernels_a_step']:.0f} kernels a step, {seen['kernels_a_step'] / layers:.1f} a layer; {seen['gaps']} "
+        f"gaps between steps: median {seen['gap_us']:.0f} us, largest {seen['largest_gap_us']:.0f} us; "
+        f"busy {seen['busy_share']:.0%}",
         flush=True,
     )
     for key, us in seen["us_a_step"].items():
@@ -243,13 +253,13 @@ def main() -> int:
     parser.add_argument("--fuse-shared", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--no-self-test", action="store_true")
     parser.add_argument("--profile", type=int, nargs="*", default=[], metavar="BATCH", help="also profile these")
-    parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s, read plus written, as a device copy has it")
+    parser.add_argument("--bandwidth", type=float, default=4.3,
+                        help="TB/s, read plus written: a constant, what device copies had on an H200 (gpu_kernels.py "
+                        "measures it); default 4.3")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=1.5, help="of matrix products, for prefill's roofline")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    import triton
-
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__, flush=True)
+    print(versions(), flush=True)
     found: dict[str, Any] = {}
     for name in options.model:
         engine, facts = start(name, options.batch, options)
@@ -274,7 +284,7 @@ def main() -> int:
             print(f"  prefill, ms a step: {got['prefill_steps_ms']}", flush=True)
             rows[str(batch)] = {**got, "roofline_ms": floor, "prefill_tok_s": prefill, "alone_tok_s": alone}
             if batch in options.profile:
-                seen = rows[str(batch)]["profile"] = profile(engine, batch)
+                seen = rows[str(batch)]["profile"] = profile(engine, batch, options.chunk)
                 show(seen, layers)
         if options.profile:
             for prompts in (1, 8):
@@ -283,7 +293,7 @@ def main() -> int:
                 show(seen, layers)
         peak = torch.cuda.max_memory_reserved() / 2**30 - facts["weights_gib"] - facts["kv_gib"]
         held = (torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()) / 2**30
-        print(f"{name} peak beyond weights and KV: {peak:.2f} GiB; at most {held:.2f} in use by a step", flush=True)
+        print(f"{name} peak beyond weights and KV: {peak:.3f} GiB; at most {held:.3f} in use by a step", flush=True)
         rows["peak_rest_gib"], rows["step_gib"] = peak, held
         rate = steady_rate(options.seconds)
         ceiling = rate / prompt_operations(engine.model, CONFIGS[name])

@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from machine import versions
 
 from truegate.kernels.experts import experts
 from truegate.kernels.ref.route import route as twin
@@ -261,9 +262,8 @@ def main() -> None:
         sys.exit("these benchmarks need a CUDA device")
     bandwidth, rate = ceilings()
     device = torch.cuda.get_device_name()
-    print(
-        f"{device}, torch {torch.__version__}; copy {bandwidth / 1e12:.2f} TB/s, bf16 matmul {rate / 1e12:.0f} TFLOP/s"
-    )
+    print(versions())
+    print(f"copy {bandwidth / 1e12:.2f} TB/s, bf16 matmul {rate / 1e12:.0f} TFLOP/s")
     print(ROUTE_HEAD)
     found: dict[str, Any] = {"device": device, "bandwidth": bandwidth, "rate": rate}
     found["route"] = measure_route(args.route_rows)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import versions
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -398,8 +399,8 @@ def main() -> int:
         results = dict(zip(jobs, pool.map(lambda job: apart(*job), jobs), strict=True))
     seen = merged([results[group, tools[0]] for group in groups])
     failed = [] if options.only else list(uncovered(seen))
-    print(f"{torch.cuda.get_device_name() if CUDA else 'interpreted'}, torch {torch.__version__}; compute-sanitizer's "
-          f"findings by kernel, {len(groups)} groups")  # fmt: skip
+    print(versions(), "" if CUDA else "(interpreted)")
+    print(f"compute-sanitizer's findings by kernel, {len(groups)} groups")
     print(f"{'kernel':32}{'launches':>9}{'forms':>7}" + "".join(f"{tool or '':>11}" for tool in tools))
     for name, one in seen.items():
         function = re.compile(rf"\b{name.split('.')[1]}\b")

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from machine import versions
 from parity import (
     GREEDY_MODES,
     LIMIT,
@@ -115,11 +116,8 @@ def main() -> int:
     if options.one:
         print(json.dumps(compare(options.one, options.experts)))
         return 0
-    import transformers
-    import triton
-
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__, end=" ")
-    print("transformers", transformers.__version__, "experts", options.experts)
+    print(versions())
+    print(f"experts {options.experts}")
     names = options.only or list(ARCHITECTURES)
     tokens = NUM_PROMPTS * NUM_TOKENS
     print("float32".ljust(18) + "  logits, max relative error".ljust(40) + f"  differing greedy tokens of {tokens}")

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from gpu_kernels import BF16, ceilings, graph_us
+from machine import versions
 from torch.nn import functional as F
 
 from truegate.kernels import gate, linear, norm
@@ -204,8 +205,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("these benchmarks need a CUDA device")
     bandwidth, rate = ceilings()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; copy {bandwidth / 1e12:.2f} TB/s, "
-          f"bf16 matmul {rate / 1e12:.0f} TFLOP/s")  # fmt: skip
+    print(versions())
+    print(f"copy {bandwidth / 1e12:.2f} TB/s, bf16 matmul {rate / 1e12:.0f} TFLOP/s")
     print("shape       T  kernel            sizes                        us   torch   floor  share", flush=True)
     found = []
     for shape in (s for s in SHAPES if s.name in options.shapes):

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import versions
 from tiny_checkpoints import ARCHITECTURES, VOCAB, reference, save
 
 from truegate.config import EngineConfig, fit, resolve
@@ -221,6 +222,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     greedy_modes = [] if options.logits_only else list(GREEDY_MODES)
+    print(versions(cpu=True))
     print(
         f"{'':18}  logits, max relative error".ljust(58)
         + (f"differing greedy tokens of {NUM_PROMPTS * NUM_TOKENS}" if greedy_modes else "")

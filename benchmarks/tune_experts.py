@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from gpu_kernels import SHAPES, Layer, Shape, batch, graph_us, layer_of, ours, route_plans
+from machine import versions
 from triton import OutOfResources
 
 from truegate.kernels.grouped import grouped_gemm, padded
@@ -202,6 +203,7 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("tuning needs the GPU it is for")
+    print(versions(), flush=True)
     shapes = [s for s in SHAPES if s.name in args.shapes]
     todo, started = list(jobs(shapes, args.rows)), time.perf_counter()
     failed = compile_all(todo, args.workers, args.seconds) if args.workers else set()
