@@ -31,12 +31,9 @@ def test_latent_decode_is_its_twin(num_heads, num_splits, dtype):
     cases.check_decode(*cases.latent(one, num_heads, 512, 64), one.step(num_splits=num_splits))
 
 
-BY_BATCH = pytest.mark.xfail(reason="tiles of 16-bit values are chosen by the batch, with fixed splits too")
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_splits", [1, 16])
-@pytest.mark.parametrize("num_keys", [2, pytest.param(4, marks=BY_BATCH)])
+@pytest.mark.parametrize("num_keys", [2, 4])
 def test_fixed_splits_do_not_see_the_batch(num_keys, num_splits, dtype):
     one = case(DECODES, 2 * num_keys * 128, dtype)
     cases.check_alone(*cases.gqa(one, 32, num_keys, 128), one.step(num_splits=num_splits).decodes)

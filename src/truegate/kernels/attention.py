@@ -276,7 +276,8 @@ def decode(
     block_g = min(max(16, power_of_2(group)), 64 if e_size <= 256 else 16)
     head_blocks = num_keys * cdiv(group, block_g)
     splits = decodes.num_splits or num_splits(size * head_blocks, wide=e_size > 256)
-    block_s, num_stages, num_warps = _decode_tile(e_size, q1, size * head_blocks)
+    programs = 0 if decodes.num_splits else size * head_blocks  # fixed splits: nothing else of the batch is seen either
+    block_s, num_stages, num_warps = _decode_tile(e_size, q1, programs)
     y_DHV = q1.new_empty(size, num_heads, v_size)
     partial = lse = y_DHV
     if splits > 1:

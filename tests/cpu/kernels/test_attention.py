@@ -90,7 +90,6 @@ def test_fixed_splits_do_not_see_the_batch():
     cases.check_alone(*cases.gqa(case, 4, 2, 32), case.step(num_splits=4).decodes)
 
 
-@pytest.mark.xfail(strict=True, reason="tiles of 16-bit values are chosen by the batch, with fixed splits too")
 def test_fixed_splits_of_16_bit_values_do_not_see_a_large_batch():
     from truegate.kernels import attention
 
