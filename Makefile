@@ -47,7 +47,7 @@ gpu-check:
 gpu-tables:
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_decode.py qwen3 --no-self-test --profile 1 8 32 128
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_decode.py v2lite --no-self-test --fuse-shared --chunk 8320 --profile 1 8 32 128
-	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_kernels.py
+	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_kernels.py --parts
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_attention.py
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_rows.py
 

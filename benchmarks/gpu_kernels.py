@@ -1,9 +1,11 @@
 """Router and expert kernels against torch and against the floor, on the GPU that is here.
 
-    python benchmarks/gpu_kernels.py [--shapes qwen3 v2_lite v3_slice] [--rows 1 8 32 ...] [--json FILE]
+    python benchmarks/gpu_kernels.py [--shapes qwen3 v2_lite v3_slice] [--rows 1 8 32 ...] [--parts] [--json FILE]
 
-Every figure is the median of CUDA graph replays over rotated inputs (weights and logits are not in the cache), random
-data, bf16. floor = max(bytes of the experts hit / measured copy bandwidth, operations / measured matmul rate). T rows.
+Every figure is the median of CUDA graph replays, random data. Experts: bf16, rotated inputs, weights not in the cache;
+floor = max(bytes of the experts hit / measured copy bandwidth, operations / measured matmul rate). Routers: with their
+logits in the L2 cache, as in the engine, which wrote them a moment ago; and with nothing in it: a graph of sweeps
+through the cache with a router after each, less the same graph without routers. T rows.
 """
 
 import argparse
@@ -19,18 +21,24 @@ from typing import Any
 import torch
 from machine import versions
 
+from truegate.kernels.combine import combine
 from truegate.kernels.experts import experts
+from truegate.kernels.grouped import grouped_gemm
+from truegate.kernels.permute import permute
 from truegate.kernels.ref.route import route as twin
 from truegate.kernels.route import Route
-from truegate.kernels.sizes import Sizes
+from truegate.kernels.sizes import Sizes, columns_at_once
 from truegate.kernels.tuning import Config, config_of
+from truegate.law.order import Tables
 from truegate.law.placement import place
 from truegate.law.plan import Choices, Plan
-from truegate.law.spec import Activation, Denominator, Groups, GroupScore, RoutingSpec, Score
+from truegate.law.spec import Activation, Denominator, Groups, GroupScore, RoutingSpec, Score, Shared
 from truegate.moe.backends import choose, compile_layer
 
 ROWS = (1, 8, 32, 128, 512, 4096, 16384)
 BF16 = torch.bfloat16
+SWEEP = 192 << 20  # bytes read and written to have nothing else in the L2 cache
+WARM = 16 << 20  # bytes of inputs that stay in it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +87,28 @@ def graph_us(call: Callable[..., Any], inputs: list[tuple], *, repeats: int = 15
         times = [elapsed_s(graph.replay) * 1e6 / len(inputs) for _ in range(repeats + 2)]
     del kept
     return median(times[2:])
+
+
+def cold_us(call: Callable[..., Any], inputs: list[tuple], *, count: int = 12, repeats: int = 21) -> float:
+    """Median time of one call that finds nothing in the L2 cache, launch included, in us."""
+    sweep = torch.zeros(SWEEP // 4, dtype=torch.int32, device="cuda")
+    turns = [inputs[i % len(inputs)] for i in range(count)]
+    stream, kept = torch.cuda.Stream(), []
+    with torch.cuda.stream(stream):
+        call(*turns[0])
+        sweep.add_(1)
+        torch.cuda.synchronize()
+        both, alone = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(both, stream=stream):
+            for one in turns:
+                sweep.add_(1)
+                kept.append(call(*one))
+        with torch.cuda.graph(alone, stream=stream):
+            for _ in turns:
+                sweep.add_(1)
+        times = [elapsed_s(both.replay) - elapsed_s(alone.replay) for _ in range(repeats + 2)]
+    del kept
+    return median(times[2:]) * 1e6 / count
 
 
 def elapsed_s(call: Callable[[], Any]) -> float:
@@ -132,10 +162,13 @@ def batch(shape: Shape, num_rows: int, seed: int) -> tuple[torch.Tensor, torch.T
     return torch.randn((num_rows, shape.hidden), device="cuda", generator=g).to(BF16), ids, weights
 
 
+def sizes_of(shape: Shape) -> Sizes:
+    return Sizes(num_slots=shape.local, hidden=shape.hidden, width=shape.width, activation=Activation.SILU,
+                 clamp=None, at_input=False, sparse=shape.share < 1)  # fmt: skip
+
+
 def ours(shape: Shape, layer: Layer, config: Config, x: Any, ids: Any, weights: Any) -> torch.Tensor:
-    sizes = Sizes(num_slots=shape.local, hidden=shape.hidden, width=shape.width, activation=Activation.SILU,
-                  clamp=None, at_input=False, sparse=shape.share < 1)  # fmt: skip
-    return experts(x, layer.gate_up, layer.down, (None, None), ids, weights, sizes, config)
+    return experts(x, layer.gate_up, layer.down, (None, None), ids, weights, sizes_of(shape), config)
 
 
 def grouped(shape: Shape, layer: Layer, x: Any, ids: Any, weights: Any) -> torch.Tensor:
@@ -175,7 +208,9 @@ def launches(call: Callable[..., Any], one: tuple) -> int:
     return sum(e.device_type == torch.autograd.DeviceType.CUDA for e in profile.events())
 
 
-def measure_experts(shape: Shape, rows: list[int], bandwidth: float, rate: float) -> list[dict[str, Any]]:
+def measure_experts(
+    shape: Shape, rows: list[int], bandwidth: float, rate: float, *, parts: bool = False
+) -> list[dict[str, Any]]:
     layer, lines = layer_of(shape), []
     for num_rows in rows:
         config = shape.config(num_rows)
@@ -192,7 +227,53 @@ def measure_experts(shape: Shape, rows: list[int], bandwidth: float, rate: float
             "path": config.path, "error": error,
         })  # fmt: skip
         print(experts_line(lines[-1]), flush=True)
+        if parts and num_rows >= 512 and config.path == "ordered":
+            lines[-1]["parts"] = measure_parts(shape, layer, config, inputs)
+            for name, took in lines[-1]["parts"].items():
+                print(f"{shape.name:9s} {num_rows:5d} {took:8.1f}  {name}", flush=True)
     return lines
+
+
+def measure_parts(shape: Shape, layer: Layer, config: Config, inputs: list[tuple]) -> dict[str, float]:
+    """Microseconds of each launch of `experts` on path "ordered"; the second product, and the sum, over all columns."""
+    sizes, block_m = sizes_of(shape), max(16, config.block_m)
+    parts = columns_at_once(inputs[0][1].numel(), shape.hidden, layer.down.element_size())
+
+    def find(ids, *_):
+        permute(ids, shape.local, block_m)
+
+    def first(ids, x, weights, order, *_):
+        return grouped_gemm(x, layer.gate_up, None, weights, ids, order, sizes, block_m, config.gate_up, first=True,
+                            gated=True)  # fmt: skip
+
+    def second(ids, x, weights, order, h, *_):
+        for some in parts:
+            one = grouped_gemm(h, layer.down[:, some], None, weights, ids, order, sizes, block_m, config.down,
+                               first=False, gated=False)  # fmt: skip
+            yield some, one
+            del one
+
+    def add_up(ids, x, weights, order, h, found):
+        y = torch.empty_like(x)
+        for some, one in found:
+            combine(one, ids, shape.local, y[:, some])
+
+    given: list[tuple] = []
+    for x, ids, weights in inputs:
+        one = ids, x, weights, permute(ids, shape.local, block_m)
+        h = first(*one)
+        given.append((*one, h, list(second(*one, h))))
+    many = given * -(-12 // len(given))  # so that the graph's own start does not show
+
+    def gate_up(*one):  # keeps nothing, so that a graph of many needs the memory of one
+        first(*one)
+
+    def down(*one):
+        for _ in second(*one):
+            pass
+
+    calls = {"permute": find, "gate and up": gate_up, "down": down, "sum": add_up}
+    return {name: graph_us(call, many, repeats=7) for name, call in calls.items()}
 
 
 EXPERTS_HEAD = "shape      T       us   torch   floor  of floor  launches (torch)  tile waste  path     error vs torch"
@@ -222,31 +303,65 @@ def route_plans() -> dict[str, Plan]:
     return {s.family: compile_layer(s, backends, place(num_experts=s.num_experts), Choices()) for s in (v3, v2, qwen3)}
 
 
+def whole_plan(spec: RoutingSpec) -> Plan:
+    """All that the order law can add on one rank: a shared slot a row, and replicas of every eighth expert."""
+    placement = place(num_experts=spec.num_experts, num_redundant=spec.num_experts // 8)
+    spec = replace(spec, shared=Shared(intermediate=spec.expert_intermediate))
+    return compile_layer(spec, choose(experts="triton"), placement, Choices(fuse_shared=True))
+
+
+def routers(plan: Plan, num_rows: int, *, device: str = "cuda") -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(kernel, twin) of logits_TE; with replicas both count the rows of every expert and slot."""
+    spec, placement = plan.spec, plan.placement
+    given: dict[str, Any] = {
+        "bias_E": torch.randn(spec.num_experts, device=device) if spec.has_selection_bias else None,
+        "valid_T": torch.ones(num_rows, dtype=torch.bool, device=device),
+    }
+    if placement.is_identity:
+        return partial(Route(plan), **given), partial(twin, plan, **given)
+    given["tables"] = Tables(*(torch.from_numpy(t).to(device) for t in (placement.replicas_EX, placement.count_E)))
+    sizes = placement.num_experts, placement.num_slots
+    loads, theirs = ([torch.zeros(n, dtype=torch.int64, device=device) for n in sizes] for _ in range(2))
+    ones = torch.ones(num_rows * spec.top_k, dtype=torch.int64, device=device)
+
+    def counting(logits: torch.Tensor) -> Any:
+        routed = twin(plan, logits, **given)  # its own count brings a number to the host, which no graph can hold
+        for load, ids in zip(theirs, (routed.logical_TK, routed.ids_TJ[:, : spec.top_k]), strict=True):
+            load.scatter_add_(0, ids.flatten().long(), ones)
+        return replace(routed, load_E=theirs[0], load_P=theirs[1])
+
+    return partial(Route(plan), **given, load_E=loads[0], load_P=loads[1]), counting
+
+
 def measure_route(rows: list[int]) -> list[dict[str, Any]]:
     lines = []
-    for name, plan in route_plans().items():
-        bias = torch.randn(plan.spec.num_experts, device="cuda") if plan.spec.has_selection_bias else None
+    plans = route_plans()
+    plans["deepseek_v3, all"] = whole_plan(plans["deepseek_v3"].spec)
+    for name, plan in plans.items():
         counts: tuple[int, ...] = ()
         for num_rows in rows:
-            valid = torch.ones(num_rows, dtype=torch.bool, device="cuda")
-            inputs = [(torch.randn((num_rows, plan.spec.num_experts), device="cuda"),) for _ in range(32)]
-            this = partial(Route(plan), bias_E=bias, valid_T=valid)
-            that = partial(twin, plan, bias_E=bias, valid_T=valid)
+            size = num_rows, plan.spec.num_experts
+            different = max(2, min(32, WARM // (4 * size[0] * size[1])))
+            inputs = [(torch.randn(size, device="cuda"),) for _ in range(different)]
+            this, that = routers(plan, num_rows)
             counts = counts or (launches(this, inputs[0]), launches(that, inputs[0]))
             lines.append({
-                "router": name, "T": num_rows, "us": graph_us(this, inputs),
-                "torch_us": graph_us(that, inputs[:4], repeats=5), "launches": counts[0], "torch_launches": counts[1],
+                "router": name, "T": num_rows, "us": graph_us(this, inputs * -(-32 // different)),
+                "cold_us": cold_us(this, inputs), "torch_us": graph_us(that, (inputs * 2)[:4], repeats=5),
+                "launches": counts[0], "torch_launches": counts[1],
             })  # fmt: skip
             print(route_line(lines[-1]), flush=True)
+    print("all: a fused shared slot, replicas of every eighth expert, rows counted by expert and by slot")
     return lines
 
 
-ROUTE_HEAD = "router          T      us    torch  launches (torch)"
+ROUTE_HEAD = "router                T  us, logits just written  us, cold L2   torch  launches (torch)"
 
 
 def route_line(e: dict[str, Any]) -> str:
     return (
-        f"{e['router']:12s} {e['T']:5d} {e['us']:7.2f} {e['torch_us']:7.1f} {e['launches']:6d} ({e['torch_launches']})"
+        f"{e['router']:17s} {e['T']:5d} {e['us']:24.2f} {e['cold_us']:12.2f} {e['torch_us']:7.1f} {e['launches']:9d} "
+        f"({e['torch_launches']})"
     )
 
 
@@ -256,6 +371,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=[s.name for s in SHAPES], choices=[s.name for s in SHAPES])
     parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS))
     parser.add_argument("--route-rows", nargs="*", type=int, default=[1, 64, 4096])
+    parser.add_argument("--parts", action="store_true", help="from 512 rows also every launch of a layer alone")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -270,7 +386,7 @@ def main() -> None:
     print(EXPERTS_HEAD)
     found["experts"] = []
     for shape in (s for s in SHAPES if s.name in args.shapes):
-        found["experts"] += measure_experts(shape, args.rows, bandwidth, rate)
+        found["experts"] += measure_experts(shape, args.rows, bandwidth, rate, parts=args.parts)
         torch.cuda.empty_cache()
         if args.json:
             args.json.write_text(json.dumps(found, indent=1))
