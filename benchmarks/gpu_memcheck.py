@@ -7,7 +7,8 @@ does a flag of one (a constexpr bool, a tensor that may be None) seen in one sta
 tuned.json. torch's caching allocator is off, so that each tensor ends where its memory ends. Two planted kernels, one
 out of bounds and one with a race, must be found. Without a GPU the groups run interpreted, without the sanitizer.
 racecheck may not know how warp groups hand over: where it finds races in a small kernel that has none ("control"), its
-findings in the one kernel that has warp groups are printed and not counted.
+findings in the one kernel that has warp groups are not counted if the control has every kind of them: how grave, and
+between which accesses.
 """
 
 import argparse
@@ -103,7 +104,10 @@ def attention_decode() -> None:
         for heads, keys, size in ((6, 2, 40), (5, 1, 64)):
             case = cases.Case([(1, n) for n in (1, 16, 17, 75)], width=2 * keys * size, dtype=dtype, device=DEVICE)
             q, kv, scale = cases.gqa(case, heads, keys, size)
-            finite(attention.decode(q, kv, case.step(num_splits=num_splits).decodes, scale=scale))
+            step = case.step(num_splits=num_splits)
+            finite(attention.decode(q, kv, step.decodes, scale=scale))
+            step.decodes.contexts_D[0] = 0  # a padded row
+            finite(attention.decode(q, kv, step.decodes, scale=scale))
         for heads, latent, rotary in ((3, 512, 64), (20, 48, 12)):
             case = cases.Case([(1, n) for n in (1, 33, 70)], width=latent + rotary, dtype=dtype, device=DEVICE)
             q, kv, scale = cases.latent(case, heads, latent, rotary)
@@ -117,12 +121,18 @@ def attention_prefill() -> None:
     from truegate.kernels import attention
 
     for dtype, parts in product((HALF, torch.float32), ([(5, 5), (3, 40)], [(3, 20), (70, 75), (66, 150)])):
-        for heads, keys, size in ((6, 2, 40), (2, 2, 64)):
+        for heads, keys, size in ((6, 2, 40), (2, 2, 64), *(((3, 1, 160),) if dtype == HALF else ())):
             case = cases.Case(parts, width=2 * keys * size, dtype=dtype, device=DEVICE)
             q, kv, scale = cases.gqa(case, heads, keys, size)
             y_THV = torch.empty(q[0].shape, dtype=dtype, device=DEVICE)
             attention.prefill(q, kv, case.step().chunks, y_THV, scale=scale)
             finite(y_THV)
+            if size == 40:  # a work list with spare entries, as a captured step has it
+                spare = torch.full((7, *q[0].shape[1:]), float("nan"), dtype=dtype, device=DEVICE)
+                y_THV = torch.zeros((len(y_THV) + 7, heads, size), dtype=dtype, device=DEVICE)
+                longer = torch.cat((q[0], spare)), None
+                attention.prefill(longer, kv, case.all_chunks(spare=7), y_THV, scale=scale)
+                finite(y_THV)
         case = cases.Case(parts, width=40, dtype=dtype, device=DEVICE, pool=MLAPool)
         q, (keys, rest, values), scale = cases.expanded(case, 3, 16, 8, 24)
         for v in (values, values.contiguous()):
@@ -135,13 +145,17 @@ def rows() -> None:
     """Norms, rotations, stores, gated SiLU, router logits, a row times a matrix: with their twins, which are short."""
     import norm_cases as cases
 
+    from truegate.kernels.norm import MANY
+
     for dtype in (HALF, torch.float32):
         place = {"dtype": dtype, "device": DEVICE}
         for add, width in product((False, True), (24, 1100)):
             cases.check_rms_norm(3, width, add=add, **place)
         for normed, (heads, size, rotary) in product((False, True), (((4, 2), 32, 32), ((3, 1), 24, 12))):
-            cases.check_rotate_and_store(5, heads, size, rotary, normed=normed, **place)
-        cases.check_store_latent(5, 20, 24, 12, **place)
+            for num_rows in (5, MANY + 3):  # one at a time; in tiles
+                cases.check_rotate_and_store(num_rows, heads, size, rotary, normed=normed, **place)
+        for num_rows in (5, MANY + 3):
+            cases.check_store_latent(num_rows, 20, 24, 12, **place)
         cases.check_silu_mul(3, 1500, **place)
         for num_rows, biased in product((1, 50, 261), (False, True)):
             cases.check_gate(num_rows, 70, 200, biased=biased, **place)
@@ -357,6 +371,26 @@ def apart(group: str, tool: str | None) -> dict[str, Any]:
         }
 
 
+def findings(log: str) -> list[str]:
+    """Every finding in a log of racecheck, from its first line to the next."""
+    return re.split(r"^=+ (?=(?:Error|Warning|Info):)", log, flags=re.MULTILINE)[1:]
+
+
+def kind(finding: str) -> tuple[str, ...]:
+    """How grave, the first access and the kinds of the others."""
+    accesses = re.findall(r"\b(\w+) access at\b", finding)
+    return finding.split(":")[0], *accesses[:1], *sorted(set(accesses[1:]))
+
+
+def excused(found: dict[str, Any], control: dict[str, Any]) -> bool:
+    """Whether all findings are in the kernel of warp groups, and of kinds that the control has; all must be read."""
+    mine, known = findings(found["log"]), {kind(one) for one in findings(control["log"])}
+    names = [name.split(".")[1] for name, module in launched_kernels().items() if module == "grouped_hopper"]
+    split = re.compile(rf"\b(?:{'|'.join(names)})\b")
+    of_known_kind = (len(kind(one)) > 2 and kind(one) in known and split.search(one) for one in mine)
+    return bool(names) and found["count"] == len(mine) and all(of_known_kind)
+
+
 def uncovered(seen: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Kernels and flags that the groups leave out."""
     for name, one in seen.items():
@@ -409,9 +443,11 @@ def main() -> int:
         told = "".join(f"{count or ('clean' if one['launches'] else 'not run'):>11}" for count in hits)
         print(f"{name:32}{one['launches']:>9}{len(one['forms']):>7}{told if CUDA else ''}")
     blind = (results.get(("control", "racecheck")) or {}).get("count")
-    if blind:
-        print(f"racecheck: {blind} findings in the control, which has no race; its "
-              f"{results['split', 'racecheck']['count']} in group split are not counted")  # fmt: skip
+    in_split = results.get(("split", "racecheck"))
+    excuse = bool(blind) and in_split is not None and excused(in_split, results["control", "racecheck"])
+    if blind and in_split is not None:
+        print(f"racecheck: {blind} findings in the control, which has no race; its {in_split['count']} in group split "
+              f"are {'of the same kinds and not counted' if excuse else 'not all of the same kinds'}")  # fmt: skip
     for (group, tool), result in results.items():
         told = result["log"][:3000] + result["output"]
         if options.logs:
@@ -420,7 +456,7 @@ def main() -> int:
         if group.startswith("planted"):
             print(f"planted fault under {tool}: {'found' if result['count'] else 'NOT FOUND'}")
             failed += [] if result["count"] else [f"{tool} missed the planted fault:\n{told}"]
-        elif group == "control" or ((group, tool) == ("split", "racecheck") and blind):
+        elif group == "control" or ((group, tool) == ("split", "racecheck") and excuse):
             failed += [] if result["ok"] else [f"{tool}, group {group} did not run:\n{told}"]
         elif not result["ok"] or (tool and result["count"] != 0):
             failed.append(f"{tool or 'interpreter'}, group {group}: {result['count']} findings\n{told}")
