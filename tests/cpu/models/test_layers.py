@@ -153,16 +153,21 @@ def test_bytes_per_token_is_what_the_pool_takes(name, checkpoint):
     assert pool.num_bytes == 5 * 8 * model.bytes_per_token
 
 
-@pytest.mark.parametrize(("name", "fused", "seen"), [("qwen3", False, 0.46), ("v2lite", True, 0.47)])
-def test_the_estimate_of_a_steps_memory_covers_what_a_gpu_was_seen_to_hold(name, fused, seen, tmp_path):
-    """GiB of a step of 8,320 rows on an H200: torch's peak of allocated bytes less what stays. Two unfilled layers."""
+@pytest.mark.parametrize(
+    ("name", "fused", "num_rows", "seen"), [("qwen3", False, 8192, 0.35), ("v2lite", True, 8320, 0.41)]
+)
+def test_the_estimate_of_a_steps_memory_covers_what_a_gpu_was_seen_to_hold(name, fused, num_rows, seen, tmp_path):
+    """GiB in use by a step on an H200, as gpu_decode.py prints it."""
+    pytest.importorskip("triton", reason="the experts of a GPU need Triton: pip install triton")
     from gpu_decode import CONFIGS
 
     from truegate.law.plan import Choices
     from truegate.models.load import LoadOptions, _build, _Recorded, read_config
 
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[name], "num_hidden_layers": 2}))
-    options = LoadOptions(choices=Choices(fuse_shared=fused))
-    model, _ = _build(_Recorded(read_config(tmp_path)), torch.bfloat16, torch.device("cpu"), options)
-    assert seen <= model.step_bytes(8320, 1 << 15) / 2**30 <= 1.2 * seen
-    assert model.step_bytes(8320, 1 << 20) >= model.step_bytes(8320, 1 << 15)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    options = LoadOptions(experts="triton", choices=Choices(fuse_shared=fused))
+    nowhere = torch.device("meta")
+    with nowhere:
+        model, _ = _build(_Recorded(read_config(tmp_path)), torch.bfloat16, nowhere, options)
+    assert seen <= model.step_bytes(num_rows, 1 << 15) / 2**30 <= 1.2 * seen
+    assert model.step_bytes(num_rows, 1 << 20) >= model.step_bytes(num_rows, 1 << 15)
