@@ -40,9 +40,9 @@ check: lint types test
 # what docs/gpu.md quotes; nothing else may run on the GPU beside the tables
 gpu-check:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q -n 8 tests/gpu
-	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_memcheck.py
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_parity.py
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/canary_engine.py --device cuda
+	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_memcheck.py
 
 gpu-tables:
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_decode.py qwen3 --no-self-test --profile 1 8 32 128
