@@ -136,8 +136,8 @@ def test_permute_is_a_stable_sort_whose_tiles_cover_it(num_rows, slots, num_slot
     assert found == twin(ids, num_slots, 64)[1]
 
 
-def layer_of(family, *, dtype=torch.bfloat16, fuse_shared=False, **sizes) -> MoELayer:
-    spec, backends = RoutingSpec(family=family, **{**SIZES, **LAYERS[family], **sizes}), choose(experts="triton")
+def layer_of(family, *, dtype=torch.bfloat16, fuse_shared=False, **changed) -> MoELayer:
+    spec, backends = RoutingSpec(family=family, **{**SIZES, **LAYERS[family], **changed}), choose(experts="triton")
     plan = compile_layer(spec, backends, place(num_experts=spec.num_experts), Choices(fuse_shared=fuse_shared))
     return MoELayer(plan, backends, dtype=dtype, device="cuda")
 

@@ -4,7 +4,8 @@
 
 Invariant: a slot whose id is outside 0..P-1 is never read, computed or summed; sums run in slot order in fp32, without
 atomics in a value's path; grids depend on shapes only, so everything is graph-safe. Twin: kernels/ref/experts.py.
-T rows, J slots a row, N = T * J assignments n = t * J + j, P local experts, D hidden, F expert width.
+T rows, J slots a row, N = T * J assignments n = t * J + j, P local experts, D hidden, F expert width,
+C columns of a part.
 """
 
 from collections.abc import Callable

@@ -62,7 +62,7 @@ def _tile(
     ACT: tl.constexpr, CLAMP: tl.constexpr, WEIGH: tl.constexpr, INLINE: tl.constexpr, NP: tl.constexpr,
     TMA_A: tl.constexpr, TMA_B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One [BM, BN] tile. Gated: gate and up columns of W [P, 2C, D] at once, then the activation; else W [P, C, D]."""
+    """One [BM, BN] tile. Gated: gate and up columns of W [P, ROWS, D] at once, then the activation; else C of them."""
     if INLINE:
         expert, n = _inline_rows(ids, tile, N, P, BM, NP)
         row_ok = n >= 0

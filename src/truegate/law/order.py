@@ -65,8 +65,8 @@ def realise(
 
     ids_TK int64 logical, weights_TK as the router emits them (times p), valid_T bool or None (all), home_T int64 rank
     of each row (None: rank 0), first_row the global number of row 0 for agreed replica choice. Returns ids in the
-    edge's dtype and, on torch, weights in it where it has fewer bits than float32; a sigmoid-gated shared expert needs
-    shared_gate_T, and nothing else takes it.
+    edge's id dtype and, on torch, weights in its weight dtype where that has fewer bits than float32; a sigmoid-gated
+    shared expert needs shared_gate_T, and nothing else takes it.
     """
     spec, placement = plan.spec, plan.placement
     gated = spec.shared is not None and spec.shared.gate is SharedGate.SIGMOID

@@ -51,7 +51,10 @@ class Attention(nn.Module):
     def paged(
         self, before: RMSNorm, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, step: PagedStep, pool: Pool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Through the kernels: W_o attention(before(residual + x)), and residual + x; of several rows over both."""
+        """Through the kernels: W_o attention(before(residual + x)), and residual + x.
+
+        Of several rows both are written over what came in.
+        """
         from truegate.kernels import attention, norm
 
         qkv, residual_TD = self.qkv.normed(before, x_TD, residual_TD)

@@ -50,7 +50,10 @@ class Linear(nn.Module):
     def normed(
         self, norm: RMSNorm, x_TI: torch.Tensor | None, residual_TI: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """W norm(residual + x) + b and the sum, through the kernels; x None: nothing to add."""
+        """W norm(residual + x) + b and the sum, through the kernels; x None: nothing to add.
+
+        Of several rows residual is overwritten with the sum and x with the norm.
+        """
         if residual_TI.shape[0] == 1 and self.weight.is_contiguous():  # a CPU may lay it out the other way
             from truegate.kernels.linear import norm_row
 
@@ -78,7 +81,7 @@ class GatedMLP(nn.Module):
         return min(num_rows, SLICE) * 3 * self.intermediate
 
     def fused(self, norm: RMSNorm, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Through the kernels: what is to be added to the sum residual + x, and that sum; of several rows over both."""
+        """Through the kernels: what is to be added to the sum residual + x, and that sum; x may be overwritten."""
         from truegate.kernels.norm import silu_mul
 
         if residual_TD.shape[0] <= SLICE:

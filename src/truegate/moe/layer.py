@@ -64,7 +64,10 @@ class MoELayer(nn.Module):
         self.experts = backends.experts.build(plan, weights)
 
     def normed(self, norm, x_TD, residual_TD, batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Through the kernels: the layer's output at norm(residual + x), and residual + x; the norm is left in x."""
+        """Through the kernels: the layer's output at norm(residual + x), and residual + x.
+
+        Of several rows residual is overwritten with the sum and x with the norm.
+        """
         if residual_TD.shape[0] > 1:
             return self(norm.fused(x_TD, residual_TD), batch), residual_TD
         from truegate.kernels.linear import norm_row

@@ -1,7 +1,7 @@
 """Which experts ran: what every MoE layer chose in a step, as the router chose it.
 
-Invariant: it records the logical ids and final weights that the plan realises, never a second computation of them.
-T rows of the step, L MoE layers, K routed top-k.
+Invariant: it records the logical ids and, where asked, the final weights that the plan realises, never a second
+computation of them. T rows of the step, L MoE layers, K routed top-k.
 """
 
 import torch
@@ -13,7 +13,7 @@ from truegate.law.plan import Plan
 class Recorder:
     """Collects (ids_TK, weights_TK) of each MoE layer of one step, in the order the layers run.
 
-    weights False: the ids alone, as the count of rows an expert needs them.
+    weights False: the ids alone, which is all that counting an expert's rows takes.
     """
 
     def __init__(self, *, weights: bool = True) -> None:

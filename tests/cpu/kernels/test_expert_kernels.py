@@ -213,9 +213,9 @@ def test_a_tiling_is_the_tuned_one_nearest_in_rows_an_expert():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("path", [path for path in PATHS if path != "rows"])
+@pytest.mark.parametrize("path", TILED)
 def test_columns_one_part_after_the_other_are_all_columns(path, bias, monkeypatch):
-    """Three parts of different widths, the last no multiple of a tile."""
+    """Three parts, the last narrower and no multiple of a tile."""
     one = cases.layer(5, 530, 24, bias=bias, unused=(2,))
     inputs = cases.rows(one, 11, 3)
     whole = cases.run(one, PATHS[path], *inputs)

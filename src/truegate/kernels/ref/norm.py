@@ -4,7 +4,7 @@ import torch
 
 
 def rms_norm(x_TD, weight_D, eps: float, residual_TD=None) -> torch.Tensor:
-    """y_TD of `kernels.norm.rms_norm`; adds x to residual_TD in place where it is given."""
+    """y_TD of `kernels.norm.rms_norm`, but always new; adds x to residual_TD in place where it is given."""
     if residual_TD is not None:
         residual_TD.copy_(residual_TD.float() + x_TD.float())
     return _normed(x_TD if residual_TD is None else residual_TD, weight_D, eps).to(x_TD.dtype)

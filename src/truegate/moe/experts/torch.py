@@ -51,7 +51,10 @@ def activate(spec, gate, up):
 
 
 def values(num: int, hidden: int, width: int, element_size: int) -> int:
-    """Numbers that a call of so many assignments holds at a time on a GPU: x and h in order, or out in both orders."""
+    """Numbers that a call of so many assignments holds at a time on a GPU.
+
+    x and out by expert, and beside them gate, up and h, or out once more in the order of the rows.
+    """
     return num * (2 * hidden + max(hidden, 3 * width))
 
 

@@ -1,7 +1,8 @@
 """Experts in Triton: permute, two grouped products with the activation and the weights inside, combine. Graph-safe.
 
 Invariant: an id of -1 is skipped; grids depend on shapes only. One row is two launches, a few rows three, more four,
-or six where kernels/permute.py counts ids before it orders them.
+or six where kernels/permute.py counts ids before it orders them; the second product and the sum again for every further
+part of the columns (kernels/sizes.py).
 """
 
 from truegate.law.contract import Drop, Experts, SharedLayout
