@@ -349,7 +349,10 @@ def _power(size: int) -> int:
 
 
 def _decode_tile(e_size: int, q: torch.Tensor, programs: int) -> tuple[int, int, int]:
-    """Slots of a tile, pipeline stages, warps. Reading pages takes every other stage: 5 keep two tiles on their way."""
+    """Slots of a tile, pipeline stages, warps; programs 0: the batch must not be seen.
+
+    Reading pages takes every other stage: 5 keep two tiles on their way.
+    """
     if q.element_size() == 4:
         return (32, 3, 4) if e_size <= 256 else (16, 2, 8)
     if e_size > 256:

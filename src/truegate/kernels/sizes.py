@@ -35,8 +35,8 @@ def columns_at_once(num: int, hidden: int, element_size: int) -> list[slice]:
 
 
 def longest(slots: int, hidden: int, element_size: int) -> list[int]:
-    """Most rows of `slots` assignments that have the columns in one part, in two, in four and so on."""
-    return [OUT_BYTES // (slots * step * element_size) for step in _steps(hidden)]
+    """Most rows of `slots` assignments that have the columns in one part, in two and so on; the last has no end."""
+    return [OUT_BYTES // (slots * step * element_size) for step in _steps(hidden)[:-1]]
 
 
 def _steps(hidden: int) -> list[int]:
