@@ -1,6 +1,7 @@
 """Backends by name: the module's name is the flag's value, and its `CONTRACT` is what the plan compiles.
 
-Invariant: nothing here imports torch; a folder's files are the whole list, there is no registry.
+Invariant: nothing here imports torch; a folder's files are the whole list, there is no registry. A module that runs has
+`build` too, and one of experts `values` (what a call holds) and `turns` (row counts where its kernels' form changes).
 """
 
 import importlib

@@ -28,6 +28,8 @@ def test_more_running_sequences_than_rows_are_refused_and_the_default_follows_th
     with pytest.raises(UserError, match="chunked_prefill_tokens 8"):
         resolve(EngineConfig(max_running=9, chunked_prefill_tokens=8), cuda=False)
     assert resolve(EngineConfig(chunked_prefill_tokens=8), cuda=False).max_running == 8
+    for device, rows in (("cpu", 512), ("cuda", 8192)):
+        assert resolve(EngineConfig(device=device), cuda=True).chunked_prefill_tokens == rows
 
 
 @pytest.mark.parametrize(
