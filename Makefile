@@ -38,13 +38,13 @@ types: $(VENV)/.installed
 check: lint types test
 
 # what docs/gpu.md quotes; nothing else may run on the GPU beside the tables
-gpu-check:
+gpu-check: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.installed)
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q -n 8 tests/gpu
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_parity.py
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/canary_engine.py --device cuda
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_memcheck.py
 
-gpu-tables:
+gpu-tables: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.installed)
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_decode.py qwen3 --no-self-test --profile 1 8 32 128
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_decode.py v2lite --no-self-test --fuse-shared --chunk 8320 --profile 1 8 32 128
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_kernels.py --parts

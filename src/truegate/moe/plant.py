@@ -18,7 +18,7 @@ def plant(layer: MoELayer, fault: Fault) -> None:
     """Make `layer` wrong from now on; UserError where the fault is none for this layer."""
     plan = layer.plan
     if not fault.applies(plan):
-        raise UserError(f"{fault.name} is no fault of this layer ({plan.spec.family}): {fault.says}; name another")
+        raise UserError(f"{fault.name} is no fault of this layer ({plan.spec.family}): name another")
     if plan.ranks.ep > 1:
         raise UserError(f"{fault.name}: faults are planted on one rank; this layer is spread over {plan.ranks.ep}")
     layer.router = FaultyRouter(layer.router, fault)

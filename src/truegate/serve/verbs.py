@@ -49,12 +49,12 @@ def serve(
         bool | None, typer.Option(help="Launch a step before the last one is read.", rich_help_panel=ENGINE)
     ] = None,
     cuda_graphs: Annotated[
-        bool | None, typer.Option(help="Replay captured decode steps; default: on a GPU.", rich_help_panel=ENGINE)
+        bool | None, typer.Option(help="Replay captured steps; default: on a GPU.", rich_help_panel=ENGINE)
     ] = None,
     attention_splits: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Cut every context in so many parts, whatever the batch (GPU).", rich_help_panel=ENGINE
+            min=1, help="Cut contexts in so many parts, a power of two up to 64 (GPU).", rich_help_panel=ENGINE
         ),
     ] = None,
     router: Annotated[str | None, typer.Option(help="A file of moe/routers.", rich_help_panel=ENGINE)] = None,
