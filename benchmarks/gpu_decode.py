@@ -21,10 +21,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_kernels import elapsed_s
 from machine import versions
 
 from truegate.config import EngineConfig
@@ -113,7 +115,7 @@ def roofline_ms(model: Any, batch: int, context: int, bandwidth: float) -> float
 
 def prompt_operations(model: Any, config: dict[str, Any]) -> float:
     """Operations of a prompt token, logits left out: two a weight that it meets, and attention to half a prompt."""
-    slots = [layer.spec.top_k + layer.plan.num_shared for layer in model.moe_layers]
+    slots = [layer.plan.slots_per_row for layer in model.moe_layers]
     sizes = [layer.w_gate_up[0].numel() + layer.w_down[0].numel() for layer in model.moe_layers]
     experts = sum(layer.w_gate_up.numel() + layer.w_down.numel() for layer in model.moe_layers)
     rest = sum(b.numel() for b in model.buffers() if b.dtype == model.dtype) - experts - 2 * model.embedding.numel()
@@ -127,19 +129,14 @@ def steady_rate(seconds: float) -> float:
     """Operations a second of bf16 products [8192, 8192] x [8192, 8192] of random values, one after another so long."""
     left, right = torch.randn((2, 8192, 8192), device="cuda").to(torch.bfloat16).unbind()
 
-    def rate(count: int) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+    def products(count: int) -> None:
         for _ in range(count):
             left @ right
-        end.record()
-        end.synchronize()
-        return 2 * 8192**3 * count / begin.elapsed_time(end) * 1e3
 
-    rate(3)
-    count = max(1, int(seconds / 2 * rate(10) / (2 * 8192**3)))
-    rate(count)  # the first half warms the chip
-    return rate(count)
+    products(3)
+    many = partial(products, max(1, int(seconds / 2 / elapsed_s(partial(products, 10)) * 10)))
+    many()  # the first half warms the chip
+    return 2 * 8192**3 * many.args[0] / elapsed_s(many)
 
 
 def ask(engine: Engine, batch: int, num_out: int, seed: int) -> None:

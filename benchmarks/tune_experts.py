@@ -17,17 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_kernels import SHAPES, Layer, Shape, batch, graph_us, layer_of, ours, route_plans
+from gpu_kernels import SHAPES, Layer, Shape, batch, graph_us, layer_of, ours, route_plans, sizes_of
 from machine import versions
 from triton import OutOfResources
 
 from truegate.kernels.grouped import grouped_gemm, padded
 from truegate.kernels.permute import permute
 from truegate.kernels.route import Route
-from truegate.kernels.sizes import Sizes
 from truegate.kernels.tuning import TABLE, Config, Product, as_text, shape_key, to_json
 from truegate.law.plan import Plan
-from truegate.law.spec import Activation
 
 ROUTER_ROWS = (64, 512, 4096, 16384)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
@@ -81,11 +79,6 @@ def choices(num_rows: int, shape: Shape) -> Iterator[tuple[str, int, list[Produc
     for height, tried in TILES.items():
         if height / 8 <= each <= height * 6 or (height == 16 and 0.5 <= each < 2) or (height == 128 and each > 128):
             yield "ordered", height, *tried
-
-
-def sizes_of(shape: Shape) -> Sizes:
-    return Sizes(num_slots=shape.local, hidden=shape.hidden, width=shape.width, activation=Activation.SILU, clamp=None,
-                 at_input=False)  # fmt: skip
 
 
 def alone(shape: Shape, layer: Layer, height: int, one: Product, first: bool, x, ids, weights, order, h):

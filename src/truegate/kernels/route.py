@@ -343,7 +343,7 @@ class Route:
         count = groups.count if groups is not None else 1
         size = spec.num_choices // count
         pad = plan.send.pad
-        self.width = spec.top_k + plan.num_shared
+        self.width = plan.slots_per_row
         self.constants: dict[str, Any] = {
             "E": spec.num_choices, "NUM_EXPERTS": spec.num_experts, "K": spec.top_k, "S": plan.num_shared,
             "JP": power_of_2(self.width), "G": count, "M": size, "GP": power_of_2(count),

@@ -1,6 +1,7 @@
 """A layer as its expert kernels see it. P local experts, D hidden, F expert width."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from truegate.law.spec import Activation
 
@@ -39,8 +40,9 @@ def longest(slots: int, hidden: int, element_size: int) -> list[int]:
     return [OUT_BYTES // (slots * step * element_size) for step in _steps(hidden)[:-1]]
 
 
-def _steps(hidden: int) -> list[int]:
+@cache
+def _steps(hidden: int) -> tuple[int, ...]:
     """Widths of a part, falling: few, since kernels are compiled for each."""
     blocks = -(-hidden // 256)
     halved = (-(-blocks // (1 << i)) * 256 for i in range(blocks.bit_length() + 1))
-    return list(dict.fromkeys(min(step, hidden) for step in halved))
+    return tuple(dict.fromkeys(min(step, hidden) for step in halved))

@@ -114,6 +114,11 @@ class Plan:
         return self.placement.slots_per_rank + self.num_shared
 
     @property
+    def slots_per_row(self) -> int:
+        """Ids of a row as the experts get them: the routed top-k, then the fused shared slots."""
+        return self.spec.top_k + self.num_shared
+
+    @property
     def edges(self) -> tuple[IdEdge | SumEdge, ...]:
         beside = () if self.beside is None else (self.beside,)
         return (self.send, self.receive, self.combine, *beside)

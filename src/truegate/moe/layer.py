@@ -96,14 +96,13 @@ class MoELayer(nn.Module):
         """Numbers that a step holds here at a time beside what goes in and out."""
         hidden, width = self.w_down.shape[1:]
         beside = 0 if self.shared_gate_up is None else self.shared_gate_up.shape[0] * 3 // 2 + hidden
-        num, item = num_rows * (self.spec.top_k + self.plan.num_shared), self.w_down.itemsize
+        num, item = num_rows * self.plan.slots_per_row, self.w_down.itemsize
         logits = num_rows * self.spec.num_choices * 4 // item
         return self.backends.experts.values(num, hidden, width, item) + num_rows * beside + logits
 
     def turns(self) -> list[int]:
         """Row counts above which a step's kernels have another form."""
-        slots = self.spec.top_k + self.plan.num_shared
-        return self.backends.experts.turns(slots, self.w_down.shape[1], self.w_down.itemsize)
+        return self.backends.experts.turns(self.plan.slots_per_row, self.w_down.shape[1], self.w_down.itemsize)
 
     def gate(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Router logits [T, E+Z] in fp32, whatever the run's dtype: fewer bits reorder experts."""

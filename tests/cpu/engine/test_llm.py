@@ -102,7 +102,7 @@ def test_it_and_the_gpu_benches_work_without_the_servers_and_the_command_lines_p
 
         class Absent:
             def find_spec(self, name, path=None, target=None):
-                absent = "fastapi uvicorn typer rich httpx prometheus_client llguidance".split()
+                absent = "fastapi starlette uvicorn typer rich httpx prometheus_client llguidance".split()
                 if name.split(".")[0] in absent:
                     raise ImportError(f"{name} is blocked")
 
