@@ -5,7 +5,7 @@ from functools import cache
 
 from truegate.law.spec import Activation
 
-OUT_BYTES = 200 << 20  # of the second product at a time: [N, D] would be most of what a long step holds
+OUT_BYTES = 256 << 20  # of the second product at a time: [N, D] would be most of what a long step holds
 
 
 @dataclass(frozen=True, kw_only=True)

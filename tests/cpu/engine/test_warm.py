@@ -63,7 +63,7 @@ def test_a_layer_says_where_its_steps_turn_to_another_form(tmp_path):
     pytest.importorskip("triton", reason="the kernels need Triton: pip install triton")
     layer = load_model(folder, options=LoadOptions(experts="triton")).moe_layers[0]
     spec = layer.spec
-    assert layer.turns() == [200 * 2**20 // (spec.top_k * spec.hidden * 4)]
+    assert layer.turns() == [256 * 2**20 // (spec.top_k * spec.hidden * 4)]
 
 
 def test_a_step_that_does_not_fit_is_said_at_start():

@@ -227,7 +227,7 @@ def test_columns_one_part_after_the_other_are_all_columns(path, bias, monkeypatc
 
 @pytest.mark.parametrize(
     ("num_rows", "parts"),
-    [(6400, [2048]), (6401, [1024, 2048]), (16512, [512, 1024, 1536, 2048]), (1 << 20, [*range(256, 2049, 256)])],
+    [(8192, [2048]), (8193, [1024, 2048]), (16512, [512, 1024, 1536, 2048]), (1 << 20, [*range(256, 2049, 256)])],
 )
 def test_parts_of_a_long_steps_columns_are_alike_and_within_the_limit(num_rows, parts):
     found = sizes.columns_at_once(num_rows * 8, 2048, 2)

@@ -1,0 +1,76 @@
+"""benchmarks/gpu_memcheck.py without a GPU: its groups run interpreted, and what it excuses of racecheck's findings."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels need Triton: pip install triton")
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+import gpu_memcheck as bench
+
+KERNEL = bench.KERNELS / "grouped_hopper.py"
+
+
+@pytest.mark.parametrize(
+    "group", [*(f"route {part}" for part in range(bench.PARTS)), "experts 6", "experts 7", "permute", "split", "decode"]
+)
+def test_a_group_runs(group):
+    bench.GROUPS[group]()
+
+
+def line(path: Path, text: str) -> int:
+    return next(number for number, one in enumerate(path.read_text().splitlines(), 1) if text in one)
+
+
+def finding(path: Path, first: str, *others: str, grave: str = "Error") -> str:
+    """As racecheck prints it; an access is "Read" or "Write" and a piece of the line, or of the one below: "above"."""
+
+    def at(access: str) -> str:
+        kind, text = access.split(" ", 1)
+        number = line(path, text.removeprefix("above ")) - text.startswith("above ")
+        return f"{kind} access at some_kernel+0x1d0 in {path.name}:{number}"
+
+    behind = "".join(f"=========     and {at(other)} [4 hazards]\n" for other in others)
+    return f"========= {grave}: Race reported between {at(first)}\n{behind}========= \n"
+
+
+def result(*found: str) -> dict:
+    return {"log": "========= COMPUTE-SANITIZER\n" + "".join(found), "count": len(found)}
+
+
+START = ["Read def _grouped(", "Write def _grouped(", "Write gl.warp_specialize("]
+NUMBER = ["Write tile_buf.index(slot).store(", "Read start = gl.max(tile_buf"]
+CONTROL = result(
+    finding(Path(bench.__file__), "Read def hand_over(", "Write def hand_over(", "Write         gl.warp_specialize("),
+    finding(Path(bench.__file__), "Write buffer.index(i % 4).store(", "Read value = gl.max(buffer"),
+)
+
+
+def test_findings_like_the_controls_are_excused():
+    assert bench.excused(result(finding(KERNEL, *START), finding(KERNEL, *NUMBER)), CONTROL)
+    behind_a_wait = finding(KERNEL, NUMBER[0], "Read above rows = gl.max(tile_buf.index(1)")
+    assert bench.excused(result(behind_a_wait), CONTROL)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        finding(KERNEL, *START, grave="Warning"),
+        finding(KERNEL, START[0], START[1], "Write gl.store(at, gl.convert_layout(h"),
+        finding(KERNEL, "Write gl.store(at, gl.convert_layout(h", "Read gl.store(at, gl.convert_layout(h"),
+        finding(KERNEL, NUMBER[0], NUMBER[0]),
+        finding(KERNEL, NUMBER[0], START[0]),
+        finding(bench.KERNELS / "permute.py", "Read def _permute(", "Write def _permute("),
+        "========= Error: of another form\n",
+    ],
+)
+def test_any_other_finding_counts(found):
+    assert not bench.excused(result(finding(KERNEL, *START), found), CONTROL)
+
+
+def test_nothing_is_excused_without_a_finding_in_the_control_or_with_one_that_is_not_read():
+    mine = result(finding(KERNEL, *NUMBER))
+    assert not bench.excused(mine, result())
+    assert not bench.excused(mine | {"count": 2}, CONTROL)
+    assert not bench.excused(result(), CONTROL)
