@@ -324,7 +324,8 @@ class EngineClient:
         self.state = "dead"
         if self._started is not None and not self._started.done():
             self._started.set_exception(EngineFailed(failure))
-        log.error("%s", failure.error)
+        if self.ready is not None:  # else whoever waits for the first start tells it, once
+            log.error("%s", failure.error)
         self.on_dead(failure.exit_code, failure.error)
 
 
