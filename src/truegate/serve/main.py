@@ -167,6 +167,8 @@ class _Server:
             return  # told to stop while loading
         self.died = None
         self._announce_fault()
+        if options.engine.load_format == "dummy":
+            log.warning("the weights are random (--load-format dummy): measure speed, the answers mean nothing")
         self.listener.listen(2048)
         host, port = self.listener.getsockname()[:2]
         if not options.api_keys and not ipaddress.ip_address(host).is_loopback:

@@ -31,6 +31,9 @@ def serve(
     ] = 60,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.", rich_help_panel=ENGINE)] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.", rich_help_panel=ENGINE)] = None,
+    load_format: Annotated[
+        str, typer.Option(help="checkpoint, or dummy: random weights, to measure speed.", rich_help_panel=ENGINE)
+    ] = "checkpoint",
     max_model_len: Annotated[
         int | None, typer.Option(help="Tokens of prompt and answer together.", rich_help_panel=ENGINE)
     ] = None,
@@ -104,6 +107,7 @@ def serve(
         model=model,
         device=device,
         dtype=dtype,
+        load_format=load_format,
         max_model_len=max_model_len,
         max_running=max_running,
         kv_cache_gib=kv_cache_gib,

@@ -38,6 +38,7 @@ def test_more_running_sequences_than_rows_are_refused_and_the_default_follows_th
         ({"device": "tpu"}, "tpu"),
         ({"device": "cuda"}, "no GPU"),
         ({"dtype": "int8"}, "int8"),
+        ({"load_format": "auto"}, "checkpoint or dummy"),
         ({"max_model_len": 0}, "max_model_len"),
         ({"page_size": -1}, "page_size"),
         ({"threads": 0}, "threads"),

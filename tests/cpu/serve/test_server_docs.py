@@ -1,11 +1,13 @@
 """docs/serving.md says what is there: every flag, route and metric, and no other."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import typer
 
 from truegate.cli import app
+from truegate.config import EngineConfig
 
 PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
 
@@ -24,6 +26,13 @@ def test_every_flag_of_serve_is_documented_and_every_documented_one_exists():
     positive = {flag for flag in flags_of("serve") if not flag.startswith("--no-")}
     missing = {flag for flag in positive if flag not in named and f"--no-{flag[2:]}" not in named}
     assert not missing - {"--help"}
+
+
+def test_serve_has_every_setting_of_the_engine_at_its_default():
+    """The offline `LLM` takes EngineConfig's fields; what the command line leaves out is named here."""
+    flags = {one.name: one.default for one in typer.main.get_command(app).commands["serve"].params}
+    ours = {one.name: one.default for one in fields(EngineConfig) if one.name not in ("page_size", "self_test")}
+    assert {name: flags.get(name, "no flag") for name in ours} == ours
 
 
 def test_every_route_and_engine_metric_is_documented(fake):
