@@ -37,7 +37,8 @@ from truegate.moe.backends import choose, compile_layer
 
 ROWS = (1, 8, 32, 128, 512, 4096, 16384)
 BF16 = torch.bfloat16
-SWEEP = 192 << 20  # bytes read and written to have nothing else in the L2 cache
+SWEEP = 192 << 20  # bytes read to have nothing else in the L2 cache
+COPIES = 16  # counters of an expert
 WARM = 16 << 20  # bytes of inputs that stay in it
 
 
@@ -89,26 +90,22 @@ def graph_us(call: Callable[..., Any], inputs: list[tuple], *, repeats: int = 15
     return median(times[2:])
 
 
-def cold_us(call: Callable[..., Any], inputs: list[tuple], *, count: int = 12, repeats: int = 21) -> float:
-    """Median time of one call that finds nothing in the L2 cache, launch included, in us."""
+def cold_us(calls: list[Callable[[], Any]], *, repeats: int = 15) -> float:
+    """Median time of a call in a captured graph of calls that share no data, none of it in the L2 cache, in us."""
     sweep = torch.zeros(SWEEP // 4, dtype=torch.int32, device="cuda")
-    turns = [inputs[i % len(inputs)] for i in range(count)]
-    stream, kept = torch.cuda.Stream(), []
+    stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        call(*turns[0])
-        sweep.add_(1)
+        calls[0]()
         torch.cuda.synchronize()
-        both, alone = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(both, stream=stream):
-            for one in turns:
-                sweep.add_(1)
-                kept.append(call(*one))
-        with torch.cuda.graph(alone, stream=stream):
-            for _ in turns:
-                sweep.add_(1)
-        times = [elapsed_s(both.replay) - elapsed_s(alone.replay) for _ in range(repeats + 2)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            kept = [call() for call in calls]
+        times = []
+        for _ in range(repeats + 2):
+            sweep.sum()  # reads: what it pushes out need not be written back while the clock runs
+            times.append(elapsed_s(graph.replay))
     del kept
-    return median(times[2:]) * 1e6 / count
+    return median(times[2:]) * 1e6 / len(calls)
 
 
 def elapsed_s(call: Callable[[], Any]) -> float:
@@ -310,18 +307,21 @@ def whole_plan(spec: RoutingSpec) -> Plan:
     return compile_layer(spec, choose(experts="triton"), placement, Choices(fuse_shared=True))
 
 
+def biases(plan: Plan, *, device: str = "cuda") -> dict[str, Any]:
+    spec = plan.spec
+    return {"bias_E": torch.randn(spec.num_experts, device=device) if spec.has_selection_bias else None}
+
+
 def routers(plan: Plan, num_rows: int, *, device: str = "cuda") -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(kernel, twin) of logits_TE; with replicas both count the rows of every expert and slot."""
+    """(kernel, twin) of logits_TE; with replicas both count the rows of every expert and slot, the kernel in copies."""
     spec, placement = plan.spec, plan.placement
-    given: dict[str, Any] = {
-        "bias_E": torch.randn(spec.num_experts, device=device) if spec.has_selection_bias else None,
-        "valid_T": torch.ones(num_rows, dtype=torch.bool, device=device),
-    }
+    given = {"valid_T": torch.ones(num_rows, dtype=torch.bool, device=device), **biases(plan, device=device)}
     if placement.is_identity:
         return partial(Route(plan), **given), partial(twin, plan, **given)
     given["tables"] = Tables(*(torch.from_numpy(t).to(device) for t in (placement.replicas_EX, placement.count_E)))
     sizes = placement.num_experts, placement.num_slots
-    loads, theirs = ([torch.zeros(n, dtype=torch.int64, device=device) for n in sizes] for _ in range(2))
+    loads = [torch.zeros((COPIES, n), dtype=torch.int64, device=device) for n in sizes]
+    theirs = [torch.zeros(n, dtype=torch.int64, device=device) for n in sizes]
     ones = torch.ones(num_rows * spec.top_k, dtype=torch.int64, device=device)
 
     def counting(logits: torch.Tensor) -> Any:
@@ -345,13 +345,15 @@ def measure_route(rows: list[int]) -> list[dict[str, Any]]:
             inputs = [(torch.randn(size, device="cuda"),) for _ in range(different)]
             this, that = routers(plan, num_rows)
             counts = counts or (launches(this, inputs[0]), launches(that, inputs[0]))
+            cold = [partial(this, torch.randn(size, device="cuda"), **biases(plan)) for _ in range(128)]
             lines.append({
-                "router": name, "T": num_rows, "us": graph_us(this, inputs * -(-32 // different)),
-                "cold_us": cold_us(this, inputs), "torch_us": graph_us(that, (inputs * 2)[:4], repeats=5),
+                "router": name, "T": num_rows, "us": graph_us(this, inputs * -(-128 // different)),
+                "cold_us": cold_us(cold), "torch_us": graph_us(that, (inputs * 2)[:4], repeats=5),
                 "launches": counts[0], "torch_launches": counts[1],
             })  # fmt: skip
             print(route_line(lines[-1]), flush=True)
-    print("all: a fused shared slot, replicas of every eighth expert, rows counted by expert and by slot")
+    print("all: a fused shared slot, replicas of every eighth expert, rows counted by expert and by slot "
+          f"(in {COPIES} copies)")  # fmt: skip
     return lines
 
 

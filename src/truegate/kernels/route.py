@@ -195,7 +195,7 @@ def _route_row(
     GROUPED: tl.constexpr, TOP2: tl.constexpr, KEPT: tl.constexpr, KP: tl.constexpr, FILL_KEY: tl.constexpr,
     DENOMINATOR: tl.constexpr, EPS: tl.constexpr, FACTOR: tl.constexpr, KERNEL: tl.constexpr, SHARED: tl.constexpr,
     NUM_SLOTS: tl.constexpr, PER_RANK: tl.constexpr, LAYOUT: tl.constexpr, PAD: tl.constexpr, DROP: tl.constexpr,
-    EDGE_SLOTS: tl.constexpr, PRECISE: tl.constexpr,
+    EDGE_SLOTS: tl.constexpr, PRECISE: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     logits += row.to(tl.int64) * stride
     p = tl.arange(0, GP * MP)
@@ -273,12 +273,12 @@ def _route_row(
         ok = ok & (ids < NUM_EXPERTS)
         ids = tl.where(is_identity, (row * K + j) % NUM_EXPERTS, ids)
     if load_e is not None:
-        tl.atomic_add(load_e + ids, tl.full([JP], 1, tl.int64), mask=ok, sem="relaxed")
+        tl.atomic_add(load_e + row % COPIES * NUM_EXPERTS + ids, tl.full([JP], 1, tl.int64), mask=ok, sem="relaxed")
     if replicas is not None:
         which = (row + ids) % tl.load(count + ids)
         ids = tl.load(replicas + ids.to(tl.int64) * width + which).to(tl.int32)
     if load_p is not None:
-        tl.atomic_add(load_p + ids, tl.full([JP], 1, tl.int64), mask=ok, sem="relaxed")
+        tl.atomic_add(load_p + row % COPIES * NUM_SLOTS + ids, tl.full([JP], 1, tl.int64), mask=ok, sem="relaxed")
     if S > 0:
         first = NUM_SLOTS
         if LAYOUT == "per_rank":
@@ -313,7 +313,7 @@ def _route(
     DENOMINATOR: tl.constexpr, EPS: tl.constexpr, FACTOR: tl.constexpr, KERNEL: tl.constexpr, SHARED: tl.constexpr,
     NUM_SLOTS: tl.constexpr, PER_RANK: tl.constexpr, LAYOUT: tl.constexpr, PAD: tl.constexpr, DROP: tl.constexpr,
     EDGE_SLOTS: tl.constexpr, PRECISE: tl.constexpr, EARLY: tl.constexpr,
-    ROWS: tl.constexpr,
+    COPIES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     take_turn(EARLY)
     for r in tl.static_range(ROWS):
@@ -321,7 +321,7 @@ def _route(
             tl.program_id(0) * ROWS + r, logits, bias, table, token_ids, gate, valid, home, replicas, count, ids_out,
             weights_out, logical_out, chosen_out, identity_out, load_e, load_p, stride, width, E, NUM_EXPERTS, K, S, JP,
             G, M, GP, MP, SCORE, SELECT, GROUPED, TOP2, KEPT, KP, FILL_KEY, DENOMINATOR, EPS, FACTOR, KERNEL, SHARED,
-            NUM_SLOTS, PER_RANK, LAYOUT, PAD, DROP, EDGE_SLOTS, PRECISE,
+            NUM_SLOTS, PER_RANK, LAYOUT, PAD, DROP, EDGE_SLOTS, PRECISE, COPIES,
         )  # fmt: skip
 
 
@@ -382,9 +382,11 @@ class Route:
         """logits_TE fp32 -> Routed as `order.realise` gives it, on the logits' device, without a host sync.
 
         bias_E and shared_gate_T fp32; token_ids_T, home_T, table_VK and the placement's tables int64; valid_T bool.
-        load_E and load_P int64, where given, are added to: rows per logical expert and per physical slot.
+        load_E and load_P int64, where given, are added to: rows per logical expert and per physical slot. Given as
+        [copies, E] and [copies, P] their sums over copies are: thousands of rows otherwise wait for each other there.
         """
         self._check(logits_TE, bias_E, token_ids_T, table_VK, shared_gate_T)
+        copies = self._copies(load_E, load_P)
         spec, num_rows, device = self.plan.spec, logits_TE.shape[0], logits_TE.device
         routed, laid = (num_rows, spec.top_k), (num_rows, self.width)
         ids_TJ = torch.empty(laid, dtype=self.id_dtype, device=device)
@@ -403,7 +405,7 @@ class Route:
                     logits_TE, bias_E, table_VK, token_ids_T, fused_gate, valid_T, home_T, *placed, ids_TJ, weights_TJ,
                     logical_TK, chosen_TK, identity_T, load_E, load_P, logits_TE.stride(0),
                     0 if tables is None else tables.replicas_EX.shape[1], **self.constants, **early(device),
-                    ROWS=rows, num_warps=1,
+                    COPIES=copies, ROWS=rows, num_warps=1,
                 )  # fmt: skip
         return Routed(
             ids_TJ=ids_TJ, weights_TJ=weights_TJ, valid_T=valid_T, identity_T=identity_T,
@@ -425,3 +427,19 @@ class Route:
         ):  # fmt: skip
             if (given is not None) != wanted:
                 raise ValueError(f"{spec.family}: {name} is {'missing' if wanted else 'given and not asked for'}")
+
+    def _copies(self, load_E: torch.Tensor | None, load_P: torch.Tensor | None) -> int:
+        """How many counters an expert and a slot have; the kernel would write elsewhere if a size were another."""
+        sizes = {"load_E": self.plan.spec.num_experts, "load_P": self.plan.placement.num_slots}
+        copies = set()
+        for (name, size), load in zip(sizes.items(), (load_E, load_P), strict=True):
+            if load is None:
+                continue
+            fits = load.shape[-1:] == (size,) and load.ndim <= 2 and load.is_contiguous()
+            if load.dtype is not torch.int64 or not fits:
+                given = f"{load.dtype} {tuple(load.shape)}"
+                raise ValueError(f"{name} is {given}, must be int64, contiguous, ({size},) or (copies, {size})")
+            copies.add(load.shape[0] if load.ndim == 2 else 1)
+        if len(copies) > 1:
+            raise ValueError(f"load_E and load_P have {sorted(copies)} copies, must have equally many")
+        return copies.pop() if copies else 1

@@ -69,6 +69,35 @@ def test_loads_are_added_to_what_is_there():
     assert int(load_E.sum()) == 5 * 128 + 3 * 8
 
 
+@pytest.mark.parametrize("name", ["replicas", "identity replicas", "fused zero"])
+def test_loads_in_copies_add_up_to_the_loads(name):
+    """Rows take turns among the copies, so that fewer wait for one counter."""
+    plan = PLANS[name]
+    inputs = cases.scene(plan, 11, device="cpu", coarse=True, invalid=True)
+    sizes = plan.spec.num_experts, plan.placement.num_slots
+    one = [torch.zeros(size, dtype=torch.int64) for size in sizes]
+    four = [torch.zeros((4, size), dtype=torch.int64) for size in sizes]
+    for load_E, load_P in (one, four):
+        Route(plan)(**inputs, load_E=load_E, load_P=load_P)
+    for single, spread in zip(one, four, strict=True):
+        assert torch.equal(spread.sum(0), single)
+        assert int((spread.sum(1) > 0).sum()) > 1
+
+
+@pytest.mark.parametrize(
+    ("load_E", "load_P"),
+    [
+        (torch.zeros(128), None), (torch.zeros(127, dtype=torch.int64), None), (None, torch.zeros(128).long()),
+        (torch.zeros((2, 128), dtype=torch.int64), torch.zeros((3, 137), dtype=torch.int64)),
+        (torch.zeros((128, 2), dtype=torch.int64).T, None), (torch.zeros((1, 1, 128), dtype=torch.int64), None),
+    ],
+)  # fmt: skip
+def test_loads_of_other_sizes_are_refused(load_E, load_P):
+    plan = PLANS["replicas"]
+    with pytest.raises(ValueError, match="load_"):
+        Route(plan)(**cases.scene(plan, 2, device="cpu", coarse=True, invalid=False), load_E=load_E, load_P=load_P)
+
+
 @pytest.mark.parametrize("wrong", ["dtype", "width", "bias", "table"])
 def test_inputs_the_kernel_would_misread_are_refused(wrong):
     plan = PLANS["v3"]
