@@ -28,6 +28,18 @@ def test_route_is_its_twin_where_choices_tie_or_differ(name, invalid):
         cases.check(PLANS[name], inputs, device="cuda", rows=rows)
 
 
+@pytest.mark.parametrize("name", ["fused zero", "replicas per rank", "identity replicas"])
+def test_rows_counted_in_copies_add_up(name):
+    plan, num_rows = PLANS[name], 4096
+    inputs = cases.scene(plan, num_rows, device="cuda", coarse=True, invalid=True)
+    want = cases.twin(plan, inputs["logits_TE"], **{k: v for k, v in inputs.items() if k != "logits_TE"}, count=True)
+    sizes = plan.spec.num_experts, plan.placement.num_slots
+    load_E, load_P = (torch.full((16, size), 3, device="cuda") for size in sizes)
+    Route(plan)(**inputs, load_E=load_E, load_P=load_P)
+    assert torch.equal(load_E.sum(0) - 48, want.load_E)
+    assert torch.equal(load_P.sum(0) - 48, want.load_P)
+
+
 def decided(plan, inputs) -> torch.Tensor:
     """Rows whose choice is the same in float64 whatever a little noise does to the logits."""
     spec = plan.spec
