@@ -35,10 +35,9 @@ from parity import (
 from tiny_checkpoints import ARCHITECTURES, reference, save
 
 from truegate.config import EngineConfig
-from truegate.engine.start import fuses_shared
-from truegate.law.plan import Choices
 from truegate.models import load_model
 from truegate.models.load import LoadOptions
+from truegate.moe import defaults
 
 SMALL = {"max_running": 16, "chunked_prefill_tokens": 256}  # few sizes to capture
 
@@ -63,8 +62,8 @@ def compare(name: str, experts: str) -> dict[str, float]:
             save(theirs, Path(folder), dtype=dtype)  # both sides read the same, rounded, weights
             ours = load_model(folder, dtype=dtype, device="cuda", options=LoadOptions(experts=experts))
             if exact:
-                fuse = fuses_shared(EngineConfig(device="cuda", experts=experts), Path(folder))
-                options = LoadOptions(experts=experts, choices=Choices(fuse_shared=fuse))
+                config = defaults.fill(EngineConfig(device="cuda", experts=experts), Path(folder))
+                options = LoadOptions(experts=experts, choices=defaults.choices(config))
                 as_served = load_model(folder, dtype=dtype, device="cuda", options=options)
         if not exact:
             expected["own"] = _logits(theirs.to("cuda"), on_gpu)

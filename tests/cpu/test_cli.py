@@ -286,7 +286,27 @@ def test_a_module_that_no_extra_brings_is_a_defect():
 def test_check_ignores_no_flag(truegate, words):
     code, out, err = truegate("check", *words)
     assert (code, out, err.count("\n")) == (64, "", 1), err
-    assert words[0] in err
+    assert words[0].strip("-") in err
+
+
+def test_check_measures_what_serve_runs_by_default():
+    """Each flag that both have means the same when it is left out; what None then means is decided in one place."""
+    check, serve = (
+        {one.name: one.default for one in typer.main.get_command(app).commands[verb].params}
+        for verb in ("check", "serve")
+    )
+    shared = {"model", "device", "dtype", "router", "experts", "dispatch", "fuse_shared", "scale_at", "fault"}
+    assert shared <= check.keys() & serve.keys()
+    assert {name: check[name] for name in shared} == {name: serve[name] for name in shared}
+
+
+@pytest.mark.parametrize(
+    ("words", "ran"), [((), "cpu, float32, experts torch,"), (("--dtype", "bfloat16"), "cpu, bfloat16, experts torch,")]
+)
+def test_check_says_what_was_measured(truegate, words, ran):
+    code, out, err = truegate("check", "--device", "cpu", *words)
+    assert (code, err) == (0, "")
+    assert f"deepseek_v3, {ran}" in out
 
 
 def test_the_help_of_plan_lists_every_backend():

@@ -3,26 +3,20 @@
 Invariant: a model whose self-test failed is never returned.
 """
 
-import json
 import os
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from truegate.config import EngineConfig, ModelFacts, fit, free_host_bytes, resolve
+from truegate.config import EngineConfig, ModelFacts, fit, free_host_bytes
 from truegate.engine.graphs import BESIDE, CHUNK_ROWS
 from truegate.engine.tokenizer import Tokenizer
-from truegate.errors import Refused, TruegateError, UserError
+from truegate.errors import TruegateError, UserError
 from truegate.hub import model_folder
-from truegate.law.families import specs_of
-from truegate.law.placement import place
-from truegate.law.plan import Choices
 from truegate.layers.paged import EXPANDED
-from truegate.moe import backends
+from truegate.moe import backends, defaults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,31 +37,27 @@ def load_parts(config: EngineConfig) -> Parts:
     from truegate.models import load_model
     from truegate.models.load import LoadOptions
 
-    config = resolve(config, cuda=torch.cuda.is_available())
-    if config.device != "cpu" and find_spec("triton") is None:
-        raise UserError("device cuda needs triton, which torch's CUDA builds bring on Linux: install it, or use cpu")
+    config = defaults.claim(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if config.device != "cpu":
-        index = torch.device(config.device).index
-        if index is not None:
-            torch.cuda.set_device(index)  # kernels and graphs go to the current one
         grow_segments()
     folder = model_folder(config.model)
+    config = defaults.fill(config, folder)
     dummy = config.load_format == "dummy"
     tokenizer = Tokenizer(folder) if not dummy or (folder / "tokenizer.json").exists() else None
     measured: list[str] = []
     with Progress(folder.name) as progress:
         options = LoadOptions(
-            experts=config.experts or default_experts(config.device),
-            dispatch=config.dispatch or "local",
+            experts=config.experts,
+            dispatch=config.dispatch,
             router=config.router,
-            choices=Choices(fuse_shared=fuses_shared(config, folder), scale_at=config.scale_at or "weights"),
+            choices=defaults.choices(config),
             before_fill=(lambda model: measured.append(measure(model))) if config.self_test else None,
             progress=progress,
             dummy=dummy,
         )
-        model = load_model(folder, dtype=_dtype(config, folder), device=config.device, options=options)
+        model = load_model(folder, dtype=getattr(torch, config.dtype), device=config.device, options=options)
     model.num_splits = config.attention_splits
     if measured and measured[0] is not None and not dummy:
         measured[0] += "; " + check_loaded(model, folder)
@@ -95,28 +85,6 @@ def grow_segments() -> None:
             getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
         )
         change("expandable_segments:True")
-
-
-def default_experts(device: str) -> str:
-    """The experts a device runs unless others are named."""
-    return "torch" if device == "cpu" else "triton"
-
-
-def fuses_shared(config: EngineConfig, folder: Path) -> bool:
-    """Whether shared experts run as slots of routed ones: as asked; else on a GPU (fewer launches) where they can."""
-    if config.fuse_shared is not None or config.device == "cpu":
-        return bool(config.fuse_shared)
-    chosen = backends.choose(
-        experts=config.experts or default_experts(config.device), dispatch=config.dispatch or "local",
-        router=config.router)  # fmt: skip
-    shared = [spec for spec in specs_of(folder) if spec is not None and spec.shared is not None]
-    fused = Choices(fuse_shared=True, scale_at=config.scale_at or "weights")
-    try:
-        for spec in shared:
-            backends.compile_layer(spec, chosen, place(num_experts=spec.num_experts), fused)
-    except Refused:
-        return False
-    return bool(shared)
 
 
 def measure(model: Any) -> str | None:
@@ -191,14 +159,3 @@ def facts_of(model: Any) -> ModelFacts:
         max_position=model.max_position, bytes_per_token=model.bytes_per_token, free_bytes=free,
         not_capturable=backends.not_capturable(layer.backends for layer in model.moe_layers),
         step_bytes=step_bytes)  # fmt: skip
-
-
-def _dtype(config: EngineConfig, folder: Path) -> torch.dtype:
-    name = config.dtype
-    if name is None:
-        stated = json.loads((folder / "config.json").read_text())
-        name = stated.get("dtype") or stated.get("torch_dtype") or "bfloat16"
-    dtype = getattr(torch, str(name), None)
-    if not isinstance(dtype, torch.dtype):
-        raise UserError(f"config.json names the dtype {name!r}: give --dtype float32, bfloat16 or float16")
-    return dtype

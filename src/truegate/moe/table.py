@@ -5,16 +5,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from truegate.config import free_host_bytes
-from truegate.errors import UserError
+from truegate.config import EngineConfig, free_host_bytes
 from truegate.hub import model_folder, model_name
 from truegate.law.faults import FAULTS, named
-from truegate.law.plan import Choices
+from truegate.moe import defaults
 from truegate.moe.backends import choose
 from truegate.moe.check import check_config
 from truegate.moe.mutants import false_alarms, outcomes
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def _console() -> Console:
@@ -23,31 +20,26 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=200)
 
 
-def check(
-    model: str | None, *, dtype: str, device: str, router: str | None, experts: str, dispatch: str, fuse_shared: bool,
-    scale_at: str, fault: str | None,
-) -> bool:  # fmt: skip
-    """Self-test every kind of MoE layer of the model and print it; True if all is right."""
-    if dtype not in DTYPES:
-        raise UserError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}")
-    if device != "cpu" and device.partition(":")[0] != "cuda":
-        raise UserError(f"--device {device}: must be cpu or cuda")
-    if device != "cpu" and not torch.cuda.is_available():
-        raise UserError(f"--device {device}: torch sees no GPU here; use --device cpu")
-    free = free_host_bytes() if device == "cpu" else torch.cuda.mem_get_info()[0]
-    backends = choose(experts=experts, dispatch=dispatch, router=router)
-    choices = Choices(fuse_shared=fuse_shared, scale_at=scale_at)
-    planted = None if fault is None else named(fault)
+def check(config: EngineConfig) -> bool:
+    """Self-test every kind of MoE layer of the model as this config's engine would run it; True if all is right."""
+    config = defaults.claim(config)
+    folder, name = model_folder(config.model), model_name(config.model)
+    config = defaults.fill(config, folder)
+    free = free_host_bytes() if config.device == "cpu" else torch.cuda.mem_get_info()[0]
+    backends = choose(experts=config.experts, dispatch=config.dispatch, router=config.router)
+    planted = None if config.fault is None else named(config.fault)
     console, right = _console(), True
     reports = check_config(
-        model_folder(model), backends, choices, dtype=DTYPES[dtype], device=device, free_bytes=free, fault=planted
+        folder, backends, defaults.choices(config), dtype=getattr(torch, config.dtype), device=config.device,
+        free_bytes=free, fault=planted,
     )  # fmt: skip
     for layers, plan, report in reports:
-        table = Table("measured", "worst", "right", title=f"{model_name(model)}, layers {layers[0]}..{layers[-1]}")
+        table = Table("measured", "worst", "right", title=f"{name}, layers {layers[0]}..{layers[-1]}")
         for one in report.checks:
             table.add_row(one.name, f"{one.worst:.2g}", "yes" if one.ok else "NO", style=None if one.ok else "red")
         console.print(table)
-        console.print(f"{plan.spec.family}, {report.dtype}, {report.seconds:.2f} s: {report.sentence}")
+        ran = f"{config.device}, {report.dtype}, experts {plan.experts.name}"
+        console.print(f"{plan.spec.family}, {ran}, {report.seconds:.2f} s: {report.sentence}")
         right &= report.ok
     return right
 

@@ -69,7 +69,7 @@ def test_the_cache_holds_one_whole_sequence_or_the_start_is_refused():
 )  # fmt: skip
 def test_a_gpu_fuses_shared_experts_where_the_plan_allows_it(settings, width, fused, tmp_path):
     """A shared expert of 64 is two slots of 32; one of 48 is no whole number of slots, and asking for it is refused."""
-    from truegate.engine.start import fuses_shared
+    from truegate.moe import defaults
 
     model = {
         "model_type": "qwen2_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_experts": 8,
@@ -78,7 +78,22 @@ def test_a_gpu_fuses_shared_experts_where_the_plan_allows_it(settings, width, fu
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(model))
     config = replace(EngineConfig(device="cuda"), **settings)
-    assert fuses_shared(config, tmp_path) is fused
+    assert defaults.fill(config, tmp_path).fuse_shared is fused
+
+
+@pytest.mark.parametrize(
+    ("settings", "cuda", "runs"),
+    [({}, True, ("cuda", "bfloat16", "triton", "local")), ({}, False, ("cpu", "float32", "torch", "local")),
+     ({"device": "cpu"}, True, ("cpu", "float32", "torch", "local")),
+     ({"experts": "torch", "dtype": "float16"}, True, ("cuda", "float16", "torch", "local"))],
+)  # fmt: skip
+def test_a_layer_runs_on_the_gpu_that_is_there_in_the_checkpoints_dtype_through_triton(settings, cuda, runs):
+    """What `truegate serve` runs and `truegate check` measures of the embedded model, whose config says bfloat16."""
+    from truegate.hub import model_folder
+    from truegate.moe import defaults
+
+    filled = defaults.fill(resolve(EngineConfig(**settings), cuda=cuda), model_folder(None))
+    assert (filled.device, filled.dtype, filled.experts, filled.dispatch) == runs
 
 
 def test_a_gpu_keeps_free_what_steps_need():
