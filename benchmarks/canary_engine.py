@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from machine import versions
+from machine import need_gpu, versions
 
 from truegate import LLM, SamplingParams
 from truegate.canary.api import MAX_TOP, Api, Completion
@@ -89,6 +89,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, help="families at a time, a process each; default: 1 on a CPU, else all")
     parser.add_argument("--one", action="store_true", help="the one family, in this process")
     options = parser.parse_args()
+    need_gpu(options.device)
     if options.one:
         row, as_it_should = audit(options.family[0], options)
         print(row)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from machine import need_gpu
 from transformers import AutoModelForCausalLM
 
 from truegate.canary.archs import ARCHS, default_config
@@ -74,6 +75,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--audit", action="store_true", help="also ask every phase of a quick audit")
     args = parser.parse_args()
+    need_gpu(args.device)
     start = time.monotonic()
     columns = ["family", "dtype", *COLUMNS, *(["audit"] if args.audit else [])]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")

@@ -12,7 +12,7 @@ import itertools
 
 import torch
 from gpu_kernels import ceilings
-from machine import versions
+from machine import need_gpu, versions
 
 from truegate.cache.pools import MHAPool, MLAPool
 from truegate.kernels import attention
@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--sweep", choices=("gqa", "mla"), nargs="*", default=[])
     parser.add_argument("--context", type=int, default=1152)
     options = parser.parse_args()
+    need_gpu()
     print(versions())
     bandwidth, rate = ceilings()
     torch.cuda.empty_cache()

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from gpu_kernels import elapsed_s
-from machine import versions
+from machine import need_gpu, versions
 
 from truegate.config import EngineConfig
 from truegate.engine.core import Engine
@@ -256,6 +256,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1.5, help="of matrix products, for prefill's roofline")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    need_gpu()
     print(versions(), flush=True)
     found: dict[str, Any] = {}
     for name in options.model:

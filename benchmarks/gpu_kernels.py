@@ -10,7 +10,6 @@ through the cache with a router after each, less the same graph without routers.
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +18,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from machine import versions
+from machine import need_gpu, versions
 
 from truegate.kernels.combine import combine
 from truegate.kernels.experts import experts
@@ -376,8 +375,7 @@ def main() -> None:
     parser.add_argument("--parts", action="store_true", help="from 512 rows also every launch of a layer alone")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("these benchmarks need a CUDA device")
+    need_gpu()
     bandwidth, rate = ceilings()
     device = torch.cuda.get_device_name()
     print(versions())

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from machine import versions
+from machine import need_gpu, versions
 from parity import (
     GREEDY_MODES,
     LIMIT,
@@ -112,6 +112,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=len(ARCHITECTURES))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    need_gpu()
     if options.one:
         print(json.dumps(compare(options.one, options.experts)))
         return 0

@@ -10,7 +10,6 @@ too: those of a decode step were written a moment ago. Below about 2 us a launch
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 from gpu_kernels import BF16, ceilings, graph_us
-from machine import versions
+from machine import need_gpu, versions
 from torch.nn import functional as F
 
 from truegate.kernels import gate, linear, norm
@@ -202,8 +201,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("these benchmarks need a CUDA device")
+    need_gpu()
     bandwidth, rate = ceilings()
     print(versions())
     print(f"copy {bandwidth / 1e12:.2f} TB/s, bf16 matmul {rate / 1e12:.0f} TFLOP/s")

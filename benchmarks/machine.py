@@ -1,7 +1,8 @@
-"""Where a benchmark ran: the first line that it prints."""
+"""Where a benchmark ran: the first line that it prints; and whether it can run here at all."""
 
 import importlib.metadata
 import platform
+import sys
 from pathlib import Path
 
 import torch
@@ -14,6 +15,19 @@ def versions(*, cpu: bool = False) -> str:
     """
     chip = torch.cuda.get_device_name() if torch.cuda.is_available() and not cpu else _processor()
     return ", ".join([chip, f"torch {torch.__version__}", *_installed(), f"Python {platform.python_version()}"])
+
+
+def need_gpu(device: str = "cuda") -> None:
+    """End with one line and exit code 2 where `device` is a GPU and torch sees none; a script calls it first of all."""
+    if not device.startswith("cuda") or torch.cuda.is_available():
+        return
+    script = Path(sys.argv[0]).name
+    print(
+        f"{script} needs a CUDA GPU, and torch {torch.__version__} sees none here: run it on a machine that has one, "
+        "with a CUDA build of torch",
+        file=sys.stderr,
+    )
+    sys.exit(2)
 
 
 def _installed() -> list[str]:

@@ -9,7 +9,6 @@ taken. Kernels are compiled by worker processes first. T rows, BM tile height.
 import argparse
 import json
 import multiprocessing
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 from gpu_kernels import SHAPES, Layer, Shape, batch, graph_us, layer_of, ours, route_plans, sizes_of
-from machine import versions
+from machine import need_gpu, versions
 from triton import OutOfResources
 
 from truegate.kernels.grouped import grouped_gemm, padded
@@ -194,8 +193,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=TABLE)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("tuning needs the GPU it is for")
+    need_gpu()
     print(versions(), flush=True)
     shapes = [s for s in SHAPES if s.name in args.shapes]
     todo, started = list(jobs(shapes, args.rows)), time.perf_counter()
