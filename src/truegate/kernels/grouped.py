@@ -18,7 +18,7 @@ from truegate.kernels.permute import Order
 from truegate.kernels.sizes import Sizes
 from truegate.kernels.tuning import Product
 
-GLUON_IS_KNOWN = triton.__version__.startswith("3.6.")  # it is experimental: with the version it was tested on alone
+GLUON_IS_KNOWN = triton.__version__.startswith(("3.6.", "3.7."))  # experimental: with what it was tested on alone
 
 
 @triton.jit
