@@ -17,6 +17,7 @@ from truegate.kernels.launch import cdiv, early, take_turn
 FEW = 256  # rows up to which sums run without the matrix units; of bf16 ones only small products do
 BLOCK_D = 64
 LONGEST = 2048  # columns in one chain: the matrix units round towards zero, 2e-6 after 2,048, 8e-6 after 7,168
+PROGRAMS = 256  # that the width is cut for
 
 
 @triton.jit
@@ -72,18 +73,24 @@ def _gate_kernel(
     tl.store(y + place, acc, mask=(e < E)[:, None] & (t < T)[None, :])
 
 
-@triton.jit
-def _sum_kernel(parts, y, N, S: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+@triton.jit(do_not_specialize=["T", "S"])
+def _sum_kernel(parts, y, T, S, E: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """In order; one compiled form for any T and S: E says how the parts are aligned, their number is no constant."""
     take_turn(EARLY)
+    AT_ONCE: tl.constexpr = 8 if BLOCK <= 256 else 4  # on their way: what 32 registers hold
+    N = T * E
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = n < N
     out = tl.load(parts + n, mask=ok, other=0.0)
-    for s in tl.static_range(1, S):
-        out += tl.load(parts + s * N + n, mask=ok, other=0.0)
+    for first in range(1, S, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            s = first + i
+            more = tl.load(parts + tl.minimum(s, S - 1) * N + n, mask=ok, other=0.0)
+            out = tl.where(s < S, out + more, out)
     tl.store(y + n, out, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _few_kernel(
     x, weight, bias, y, T, x_row,
     E: tl.constexpr, D: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -132,14 +139,19 @@ def gate(x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | Non
     if parts > 1:
         block = 256 if y_TE.numel() < 1 << 18 else 1024
         _sum_kernel[(cdiv(y_TE.numel(), block),)](
-            parts_STE, y_TE, y_TE.numel(), S=parts, BLOCK=block, num_warps=4, **early(x_TD.device)
+            parts_STE, y_TE, num_rows, parts, E=num_out, BLOCK=block, num_warps=4, **early(x_TD.device)
         )
     return y_TE
 
 
+def turns(num_out: int, width: int) -> list[int]:
+    """Most bf16 rows whose parts are summed by a kernel of its own: above, one part will do, if the width lets it."""
+    return [PROGRAMS // 2 // cdiv(num_out, 64) * 128] if width <= LONGEST else []
+
+
 def _tiling(num_rows: int, num_out: int, width: int, cut: bool) -> tuple[int, int, int]:
-    """Rows a program, stages, and steps of BLOCK_D a part: up to 256 programs of two steps or more, none too long."""
+    """Rows a program, stages, and steps of BLOCK_D a part: up to PROGRAMS of two steps or more, none too long."""
     block_t = 16 if num_rows <= 16 else 32 if num_rows <= 128 else 64 if num_rows <= 2048 or not cut else 128
     programs, steps = cdiv(num_rows, block_t) * cdiv(num_out, 64), cdiv(width, BLOCK_D)
-    parts = max(1, min(32, 256 // programs, steps // 2), cdiv(width, LONGEST if cut else LONGEST // 4))
+    parts = max(1, min(32, PROGRAMS // programs, steps // 2), cdiv(width, LONGEST if cut else LONGEST // 4))
     return block_t, 4 if block_t == 64 else 3, cdiv(steps, parts)

@@ -137,6 +137,11 @@ def _place(
         _tiles(tile, last, e, start, count, tile_expert, tile_start, tile_rows, BM, CHUNK)
 
 
+def way(num: int) -> tuple[int, int] | None:
+    """How so many ids are ordered, each way by another form of kernels: one of CHUNKS, or None: counted first."""
+    return next(pair for pair in CHUNKS if num <= pair[0]) if num <= MANY else None
+
+
 def permute(ids_TJ: torch.Tensor, num_slots: int, block_m: int) -> Order:
     """Stable order of the valid assignments by local expert id, cut into tiles of block_m rows; one launch, or three.
 
@@ -148,7 +153,7 @@ def permute(ids_TJ: torch.Tensor, num_slots: int, block_m: int) -> Order:
     room = [cdiv(size, 4) * 4 for size in sizes]  # each begins at 16 bytes, or kernels have forms for every alignment
     buffer = torch.empty(sum(room), dtype=torch.int32, device=ids_TJ.device)
     order = Order(*(part[:size] for part, size in zip(buffer.split(room), sizes, strict=True)))
-    if num > MANY:
+    if way(num) is None:
         parts = cdiv(num, PART)
         first = cdiv(parts * num_slots, 4) * 4
         counts = torch.empty(first + num_slots, dtype=torch.int32, device=ids_TJ.device)
@@ -156,12 +161,12 @@ def permute(ids_TJ: torch.Tensor, num_slots: int, block_m: int) -> Order:
         common = {"P": num_slots, "PP": max(32, power_of_2(num_slots)), "PART": PART}
         start = early(ids_TJ.device)
         _count[(parts,)](ids_TJ, counts, num, parts, **common, **start, num_warps=1)
-        _add_up[(num_slots,)](counts, totals, parts, CHUNK=min(1024, power_of_2(parts)), **start, num_warps=4)
+        _add_up[(num_slots,)](counts, totals, parts, CHUNK=256, **start, num_warps=4)
         _place[(parts,)](
             ids_TJ, counts, totals, *order, num, tiles, parts, BM=block_m, CHUNK=128, **common, **start, num_warps=4
         )  # fmt: skip
         return order
-    chunk, warps = next(pair for pair in CHUNKS if num <= pair[0] or pair is CHUNKS[-1])
+    chunk, warps = way(num)
     _permute[(num_slots,)](
         ids_TJ, *order, num, tiles, P=num_slots, BM=block_m, CHUNK=chunk, **early(ids_TJ.device), num_warps=warps
     )  # fmt: skip
