@@ -1,6 +1,7 @@
 """The longest step and shorter ones of other forms, once before anybody waits: kernels are compiled, memory is taken.
 
-Invariant: only page 0, nobody's, is written, and nothing is counted. T rows.
+Invariant: only page 0, nobody's, is written, and nothing is counted; no later step launches a form of a kernel that
+neither these nor the captured steps have (tests/cpu/kernels/test_forms.py). T rows.
 """
 
 from typing import Any
@@ -9,20 +10,26 @@ import torch
 
 from truegate.cache.pools import Pool
 from truegate.errors import UserError
+from truegate.layers.linear import SLICE
 from truegate.moe.recorder import Recorder
 from truegate.types import Batch
+
+MOST_DECODES = 256  # sequences: what is decoded together by default
 
 
 @torch.inference_mode()
 def warm_up(model: Any, pool: Pool, *, num_rows: int, max_length: int, all_valid: bool = True) -> None:
     """One prefill of num_rows rows in sequences of at most max_length, as eager steps run, and one row's logits.
 
-    Then one of every row count below it at which layers turn to another form of their kernels. all_valid as the eager
-    steps have it. UserError where the device has not the memory.
+    Then one of every row count below it at which layers turn to another form of their kernels, and decodes. all_valid
+    as the eager steps have it: only where it is True, nothing is captured. UserError where the device has not the
+    memory.
     """
     try:
         for rows in row_counts(model, num_rows):
-            _prefill(model, pool, rows, max_length, all_valid)
+            _step(model, pool, _prefill(rows, max_length), all_valid)
+        for size in decode_counts(num_rows, captured=not all_valid):
+            _step(model, pool, [1] * size, all_valid)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"a step of {num_rows} rows does not fit beside the weights and {pool.num_bytes / 2**30:.2f} GiB of cache: "
@@ -31,15 +38,33 @@ def warm_up(model: Any, pool: Pool, *, num_rows: int, max_length: int, all_valid
 
 
 def row_counts(model: Any, num_rows: int) -> list[int]:
-    """Rows of the steps that `warm_up` runs, falling."""
-    turns = {rows for layer in model.moe_layers for rows in layer.turns() if 0 < rows < num_rows}
-    return sorted({num_rows, *turns}, reverse=True)
+    """Rows of the prefills that `warm_up` runs, falling."""
+    turns = {rows for layer in model.moe_layers for rows in layer.turns()}
+    turns.add(num_rows - num_rows % 2)  # the router takes an even number in pairs
+    if len(model.moe_layers) < model.num_layers:
+        turns.add(SLICE + 1)  # the last row of a dense MLP goes alone
+    return sorted({num_rows, *(rows for rows in turns if 0 < rows < num_rows)}, reverse=True)
 
 
-def _prefill(model: Any, pool: Pool, num_rows: int, max_length: int, all_valid: bool) -> None:
+def decode_counts(num_rows: int, *, captured: bool) -> list[int]:
+    """Sequences of the decodes that `warm_up` runs, falling: a number between any two powers of two, and these too
+    unless steps of them are captured.
+
+    Contexts are cut and tiled in one way from a power of two to the next, in some other one at the power itself.
+    """
+    powers = [1 << i for i in range(MOST_DECODES.bit_length())]
+    sizes = [3 * power for power in powers] + ([] if captured else powers)
+    return sorted((size for size in sizes if size <= min(num_rows, MOST_DECODES)), reverse=True)
+
+
+def _prefill(num_rows: int, max_length: int) -> list[int]:
+    """Lengths of the sequences; one of one row comes first."""
     lens = [max_length] * (num_rows // max_length) + [num_rows % max_length] * (num_rows % max_length > 0)
-    lens.sort(key=lambda size: size > 1)  # a sequence of one row comes first
-    nobody_T = torch.zeros(num_rows, dtype=torch.int64, device=model.device)
+    return sorted(lens, key=lambda size: size > 1)
+
+
+def _step(model: Any, pool: Pool, lens: list[int], all_valid: bool) -> None:
+    nobody_T = torch.zeros(sum(lens), dtype=torch.int64, device=model.device)
     positions = [torch.arange(size, device=model.device) for size in lens]
     batch = Batch(
         token_ids_T=nobody_T, positions_T=torch.cat(positions), valid_T=nobody_T == 0, slots_T=nobody_T,

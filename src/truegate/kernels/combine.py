@@ -25,14 +25,18 @@ def _combine(out, ids, y, y_row, J: tl.constexpr, P: tl.constexpr, D: tl.constex
     tl.store(y + t * y_row + column, total.to(y.dtype.element_ty), mask=column < D)
 
 
+def columns(num_rows: int) -> int:
+    """Columns that a program adds up, at most."""
+    return 256 if num_rows < 256 else 1024
+
+
 def combine(out_ND: torch.Tensor, ids_TJ: torch.Tensor, num_slots: int, y_TD: torch.Tensor) -> torch.Tensor:
     """y[t] = sum_j out[t * J + j] over valid slots, in slot order, fp32; y_TD in out's dtype, returned.
 
     out_ND contiguous; y_TD may be some columns of wider rows.
     """
     (num_rows, width), hidden = ids_TJ.shape, out_ND.shape[1]
-    block = 256 if num_rows < 256 else 1024
-    block = min(block, power_of_2(hidden))
+    block = min(columns(num_rows), power_of_2(hidden))
     _combine[(num_rows, cdiv(hidden, block))](
         out_ND, ids_TJ, y_TD, y_TD.stride(0), J=width, P=num_slots, D=hidden, BLOCK=block, **early(out_ND.device),
         num_warps=2 if block <= 256 else 4,

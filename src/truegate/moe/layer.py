@@ -102,7 +102,12 @@ class MoELayer(nn.Module):
 
     def turns(self) -> list[int]:
         """Row counts above which a step's kernels have another form."""
-        return self.backends.experts.turns(self.plan.slots_per_row, self.w_down.shape[1], self.w_down.itemsize)
+        turns = self.backends.experts.turns(self.plan, self.w_down)
+        if self.gate_weight.is_cuda:
+            from truegate.kernels.gate import turns as turns_of_gate
+
+            turns = [*turns, *turns_of_gate(*self.gate_weight.shape)]
+        return turns
 
     def gate(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Router logits [T, E+Z] in fp32, whatever the run's dtype: fewer bits reorder experts."""

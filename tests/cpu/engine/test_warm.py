@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from truegate.cache.pools import MHAPool
-from truegate.engine.warm import row_counts, warm_up
+from truegate.engine.warm import decode_counts, row_counts, warm_up
 from truegate.errors import UserError
 from truegate.models import load_model
 
@@ -26,15 +26,15 @@ def test_the_longest_step_is_computed_and_writes_nobodys_page_alone(name, tmp_pa
     rows, logits = [], model.logits
     monkeypatch.setattr(model, "logits", lambda hidden_MD: rows.append(hidden_MD) or logits(hidden_MD))
     pool = model.make_pool(4, 16)
-    for num_rows, max_length in ((13, 13), (13, 12), (13, 5)):
+    for num_rows, max_length in ((5, 5), (5, 4), (5, 2)):
         pool.data.fill_(float("nan"))
         pool.rows(0)[:16] = pool.rows(1)[:16] = 0
-        warm_up(model, pool, num_rows=num_rows, max_length=max_length)
+        warm_up(model, pool, num_rows=num_rows, max_length=max_length, all_valid=False)
         for layer in range(2):
             assert pool.rows(layer)[16:].isnan().all()
             assert pool.rows(layer)[0].isfinite().all()
             assert pool.rows(layer)[0].any()
-    assert [len(hidden) for hidden in rows] == [1, 1, 1]
+    assert [len(hidden) for hidden in rows] == [1, 1, 1] * 3  # of 5 rows, of 4, of 3 sequences
     assert torch.cat(rows).isfinite().all()
 
 
@@ -47,10 +47,25 @@ def test_steps_at_start_take_every_width_that_a_later_step_takes(slots, hidden, 
         return {part.stop - part.start for part in sizes.columns_at_once(rows * slots, hidden, 2)}
 
     layer = SimpleNamespace(turns=lambda: sizes.longest(slots, hidden, 2))
-    counts = row_counts(SimpleNamespace(moe_layers=[layer]), num_rows)
+    counts = row_counts(SimpleNamespace(moe_layers=[layer], num_layers=1), num_rows)
     assert counts[0] == num_rows
     assert len(counts) > 1
     assert set().union(*map(widths, counts)) == set().union(*map(widths, range(1, num_rows + 1)))
+
+
+def test_decodes_at_start_are_cut_and_tiled_in_every_way_that_later_ones_are():
+    from truegate.engine.graphs import grid
+    from truegate.kernels import attention
+
+    q = torch.empty(1, 1, 128, dtype=torch.bfloat16)
+
+    def ways(sizes, heads):
+        programs = (size * heads for size in sizes)
+        return {(attention.num_splits(n, wide=False), attention._decode_tile(128, q, n)) for n in programs}
+
+    alone, beside = decode_counts(8192, captured=False), decode_counts(8192, captured=True) + grid(256)
+    for heads in (*range(1, 17), 20, 24, 32, 48, 64, 128):
+        assert ways(alone, heads) == ways(beside, heads) == ways(range(1, 257), heads)
 
 
 def test_a_layer_says_where_its_steps_turn_to_another_form(tmp_path):
@@ -63,12 +78,14 @@ def test_a_layer_says_where_its_steps_turn_to_another_form(tmp_path):
     pytest.importorskip("triton", reason="the kernels need Triton: pip install triton")
     layer = load_model(folder, options=LoadOptions(experts="triton")).moe_layers[0]
     spec = layer.spec
-    assert layer.turns() == [256 * 2**20 // (spec.top_k * spec.hidden * 4)]
+    assert layer.turns() == sorted(layer.turns())
+    ways = [1, 255, *(num // spec.top_k for num in (128, 1024, 4096, 256 * 2**20 // (spec.hidden * 4)))]
+    assert set(layer.turns()) == set(ways)
 
 
 def test_a_step_that_does_not_fit_is_said_at_start():
     class Full:
-        moe_layers, device = (), torch.device("cpu")
+        moe_layers, num_layers, device = (), 0, torch.device("cpu")
 
         def forward(self, batch, pool):
             raise torch.OutOfMemoryError("CUDA out of memory")

@@ -58,7 +58,7 @@ def values(num: int, hidden: int, width: int, element_size: int) -> int:
     return num * (2 * hidden + max(hidden, 3 * width))
 
 
-def turns(slots: int, hidden: int, element_size: int) -> list[int]:
+def turns(plan: Plan, down_PDF) -> list[int]:
     """Row counts above which a step's kernels have another form: none."""
     return []
 

@@ -5,6 +5,9 @@ or six where kernels/permute.py counts ids before it orders them; the second pro
 part of the columns (kernels/sizes.py).
 """
 
+from functools import cache
+from itertools import pairwise
+
 from truegate.law.contract import Drop, Experts, SharedLayout
 from truegate.law.plan import Plan
 from truegate.law.spec import Activation, WeightAt
@@ -39,19 +42,48 @@ def values(num: int, hidden: int, width: int, element_size: int) -> int:
     return num * (width + columns_at_once(num, hidden, element_size)[0].stop)
 
 
-def turns(slots: int, hidden: int, element_size: int) -> list[int]:
-    """Row counts above which a step's kernels have another form: one more part of columns."""
-    from truegate.kernels.sizes import longest
+def turns(plan: Plan, down_PDF) -> list[int]:
+    """Row counts above which a step's kernels have another form: another tiling, order, sum or number of parts."""
+    from truegate.kernels.launch import device_name
 
-    return longest(slots, hidden, element_size)
+    device, (slots, hidden, width) = device_name(down_PDF.device), down_PDF.shape
+    return list(_turns(device, plan.slots_per_row, slots, hidden, width, 1 / plan.ranks.ep, down_PDF.element_size()))
+
+
+@cache
+def _turns(
+    device: str, width: int, num_slots: int, hidden: int, expert_width: int, share: float, element_size: int
+) -> tuple[int, ...]:
+    from truegate.kernels import combine, grouped, permute
+    from truegate.kernels.sizes import columns_at_once
+    from truegate.kernels.tuning import config_of
+
+    @cache
+    def form(num_rows: int):
+        """What of a step's row count is compiled into its kernels."""
+        num = num_rows * width
+        config = config_of(
+            device, num_rows=num_rows, width=width, num_slots=num_slots, hidden=hidden, expert_width=expert_width,
+            share=share, element_size=element_size,
+        )  # fmt: skip
+        order = permute.way(num) if config.path == "ordered" else grouped.padded(num)
+        return config, order, combine.columns(num_rows), columns_at_once(num, hidden, element_size)[0]
+
+    def between(low: int, high: int) -> list[int]:
+        if form(low) == form(high):
+            return []
+        middle = (low + high) // 2
+        return between(low, middle) + between(middle, high) if middle > low else [low]
+
+    # no form that comes back is as short as a step of this grid
+    grid = sorted({*range(1, 17), *(int(2 ** (i / 4)) for i in range(16, 69))})
+    return tuple(rows for low, high in pairwise(grid) for rows in between(low, high))
 
 
 class TritonExperts:
     """y[t] = sum_j weights[t, j] * F_{ids[t, j]}(x[t]), or F(weights[t, j] * x[t]) where the spec weighs the input."""
 
     def __init__(self, plan: Plan, weights: ExpertWeights):
-        from functools import cache
-
         self.spec, self.weights = plan.spec, weights
         self.num_slots, self.share = plan.slots_per_rank, 1 / plan.ranks.ep
         self.at_input = plan.spec.weight_at is WeightAt.INPUT
