@@ -35,11 +35,6 @@ def columns_at_once(num: int, hidden: int, element_size: int) -> list[slice]:
     return [slice(first, min(first + step, hidden)) for first in range(0, hidden, step)]
 
 
-def longest(slots: int, hidden: int, element_size: int) -> list[int]:
-    """Most rows of `slots` assignments that have the columns in one part, in two and so on; the last has no end."""
-    return [OUT_BYTES // (slots * step * element_size) for step in _steps(hidden)[:-1]]
-
-
 @cache
 def _steps(hidden: int) -> tuple[int, ...]:
     """Widths of a part, falling: few, since kernels are compiled for each."""

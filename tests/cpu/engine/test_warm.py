@@ -2,13 +2,12 @@
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from truegate.cache.pools import MHAPool
-from truegate.engine.warm import decode_counts, row_counts, warm_up
+from truegate.engine.warm import decode_counts, warm_up
 from truegate.errors import UserError
 from truegate.models import load_model
 
@@ -36,21 +35,6 @@ def test_the_longest_step_is_computed_and_writes_nobodys_page_alone(name, tmp_pa
             assert pool.rows(layer)[0].any()
     assert [len(hidden) for hidden in rows] == [1, 1, 1] * 3  # of 5 rows, of 4, of 3 sequences
     assert torch.cat(rows).isfinite().all()
-
-
-@pytest.mark.parametrize(("slots", "hidden", "num_rows"), [(8, 2048, 16512), (9, 7168, 8192), (6, 5000, 16000)])
-def test_steps_at_start_take_every_width_that_a_later_step_takes(slots, hidden, num_rows):
-    """Another width of a part of columns is another kernel to compile."""
-    from truegate.kernels import sizes
-
-    def widths(rows):
-        return {part.stop - part.start for part in sizes.columns_at_once(rows * slots, hidden, 2)}
-
-    layer = SimpleNamespace(turns=lambda: sizes.longest(slots, hidden, 2))
-    counts = row_counts(SimpleNamespace(moe_layers=[layer], num_layers=1), num_rows)
-    assert counts[0] == num_rows
-    assert len(counts) > 1
-    assert set().union(*map(widths, counts)) == set().union(*map(widths, range(1, num_rows + 1)))
 
 
 def test_decodes_at_start_are_cut_and_tiled_in_every_way_that_later_ones_are():
