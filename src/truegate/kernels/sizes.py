@@ -5,7 +5,8 @@ from functools import cache
 
 from truegate.law.spec import Activation
 
-OUT_BYTES = 256 << 20  # of the second product at a time: [N, D] would be most of what a long step holds
+OUT_BYTES = 200 << 20  # of the second product at a time: [N, D] would be most of what a long step holds
+MOST_PARTS = 8  # of it: where few rows are local, narrower ones leave processors without a tile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class Sizes:
 
 
 def columns_at_once(num: int, hidden: int, element_size: int) -> list[slice]:
-    """1, 2, 4 or more parts of [num, hidden], multiples of 256 columns, that take OUT_BYTES at most where 256 do."""
+    """1, 2, 4 or up to MOST_PARTS parts of [num, hidden], multiples of 256 columns, of OUT_BYTES where so few can."""
     fitting = (step for step in _steps(hidden) if num * step * element_size <= OUT_BYTES)
     step = next(fitting, _steps(hidden)[-1])
     return [slice(first, min(first + step, hidden)) for first in range(0, hidden, step)]
@@ -40,4 +41,4 @@ def _steps(hidden: int) -> tuple[int, ...]:
     """Widths of a part, falling: few, since kernels are compiled for each."""
     blocks = -(-hidden // 256)
     halved = (-(-blocks // (1 << i)) * 256 for i in range(blocks.bit_length() + 1))
-    return tuple(dict.fromkeys(min(step, hidden) for step in halved))
+    return tuple(dict.fromkeys(min(step, hidden) for step in halved if -(-hidden // step) <= MOST_PARTS))

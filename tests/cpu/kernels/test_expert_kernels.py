@@ -226,10 +226,15 @@ def test_columns_one_part_after_the_other_are_all_columns(path, bias, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "parts"),
-    [(8192, [2048]), (8193, [1024, 2048]), (16512, [512, 1024, 1536, 2048]), (1 << 20, [*range(256, 2049, 256)])],
-)
-def test_parts_of_a_long_steps_columns_are_alike_and_within_the_limit(num_rows, parts):
-    found = sizes.columns_at_once(num_rows * 8, 2048, 2)
+    ("num_rows", "hidden", "parts"),
+    [
+        (6400, 2048, [2048]), (6401, 2048, [1024, 2048]), (16512, 2048, [512, 1024, 1536, 2048]),
+        (1 << 20, 2048, [*range(256, 2049, 256)]), (4096, 7168, [1792, 3584, 5376, 7168]),
+        (16384, 7168, [*range(1024, 7169, 1024)]),
+    ],
+)  # fmt: skip
+def test_parts_of_a_long_steps_columns_are_alike_and_few(num_rows, hidden, parts):
+    """All but the last are within the limit of bytes."""
+    found = sizes.columns_at_once(num_rows * 8, hidden, 2)
     assert [part.stop for part in found] == parts
     assert [part.start for part in found] == [0, *parts[:-1]]
