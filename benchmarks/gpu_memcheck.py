@@ -8,7 +8,8 @@ tuned.json. torch's caching allocator is off, so that each tensor ends where its
 out of bounds and one with a race, must be found. Without a GPU the groups run interpreted, without the sanitizer.
 racecheck misreads how warp groups hand over: it finds races in a small kernel that has none ("control"). Its findings
 in the one kernel that has warp groups are not counted where the control has the like: as grave, between the same kinds
-of accesses, both of them where groups start and end or one number is handed over. Any other finding there counts.
+of accesses, both of them where groups start and end or one number is handed over. Any other finding there counts; that
+these two are in order is for the eye, and for the tests that compare values.
 """
 
 import argparse
@@ -400,13 +401,18 @@ def hands_over(line: int, source: str) -> bool:
 
 
 def findings(log: str, path: Path) -> list[set[frozenset[tuple[str, str, bool]]]]:
-    """Of every finding in a log of racecheck its pairs of accesses: how grave, read or write, whether it hands over."""
+    """Of every finding in a log of racecheck its pairs of accesses: how grave, read or write, whether it hands over.
+
+    An access without a line of the file at `path` hands nothing over, nor does any of a finding in another form.
+    """
     source, found = path.read_text(), []
-    for one in re.split(r"^=+ (?=(?:Error|Warning|Info):)", log, flags=re.MULTILINE)[1:]:
+    for one in re.split(r"^=+\s*(?=\w+\s*:)", log, flags=re.MULTILINE)[1:]:
+        grave, accesses = one.split(":")[0], [line for line in one.splitlines() if re.search(r"\baccess\b", line)]
+        known = [re.search(rf"\b(Read|Write) access at \S+ in {re.escape(path.name)}:(\d+)( \[|$)", line)
+                 for line in accesses]  # fmt: skip
         first, *others = [
-            (one.split(":")[0], kind, name == path.name and hands_over(int(line), source))
-            for kind, name, line in re.findall(r"\b(\w+) access at .* in ([^\s:]+):(\d+)", one)
-        ] or [(one, "", False)]
+            (grave, line[1], hands_over(int(line[2]), source)) if line else (grave, one, False) for line in known
+        ] or [(grave, one, False)]
         found.append({frozenset((first, other)) for other in others or [first]})
     return found
 
@@ -461,8 +467,9 @@ def main() -> int:
         results = dict(zip(jobs, pool.map(lambda job: apart(*job), jobs), strict=True))
     seen = merged([results[group, tools[0]] for group in groups])
     failed = [] if options.only else list(uncovered(seen))
-    print(versions(), "" if CUDA else "(interpreted)")
-    print(f"compute-sanitizer's findings by kernel, {len(groups)} groups")
+    print(versions(), "" if CUDA else "(interpreted)", flush=True)
+    what = "findings of compute-sanitizer" if CUDA else "launches, without a GPU and its sanitizer,"
+    print(f"{what} by kernel, {len(groups)} groups")
     print(f"{'kernel':32}{'launches':>9}{'forms':>7}" + "".join(f"{tool or '':>11}" for tool in tools))
     for name, one in seen.items():
         function = re.compile(rf"\b{name.split('.')[1]}\b")
@@ -488,7 +495,8 @@ def main() -> int:
             failed += [] if result["ok"] else [f"{tool}, group {group} did not run:\n{told}"]
         elif not result["ok"] or (tool and result["count"] != 0):
             failed.append(f"{tool or 'interpreter'}, group {group}: {result['count']} findings\n{told}")
-    print("\n".join(failed) or f"clean: {len(seen)} kernels, {len(jobs)} runs")
+    print("\n".join(failed) or f"{'clean' if CUDA else 'no number read that must not be'}: {len(seen)} kernels, "
+          f"{len(jobs)} runs")  # fmt: skip
     return int(bool(failed))
 
 

@@ -435,7 +435,7 @@ class Route:
         for (name, size), load in zip(sizes.items(), (load_E, load_P), strict=True):
             if load is None:
                 continue
-            fits = load.shape[-1:] == (size,) and load.ndim <= 2 and load.is_contiguous()
+            fits = load.shape[-1:] == (size,) and load.ndim <= 2 and load.is_contiguous() and load.numel()
             if load.dtype is not torch.int64 or not fits:
                 given = f"{load.dtype} {tuple(load.shape)}"
                 raise ValueError(f"{name} is {given}, must be int64, contiguous, ({size},) or (copies, {size})")

@@ -90,6 +90,7 @@ def test_loads_in_copies_add_up_to_the_loads(name):
         (torch.zeros(128), None), (torch.zeros(127, dtype=torch.int64), None), (None, torch.zeros(128).long()),
         (torch.zeros((2, 128), dtype=torch.int64), torch.zeros((3, 137), dtype=torch.int64)),
         (torch.zeros((128, 2), dtype=torch.int64).T, None), (torch.zeros((1, 1, 128), dtype=torch.int64), None),
+        (torch.zeros((0, 128), dtype=torch.int64), None),
     ],
 )  # fmt: skip
 def test_loads_of_other_sizes_are_refused(load_E, load_P):
