@@ -314,3 +314,22 @@ def test_the_help_of_plan_lists_every_backend():
     for flag, part in (("router", "routers"), ("experts", "experts"), ("dispatch", "dispatch")):
         listed = re.split(r"[,;:.] ?", params[flag])
         assert set(backends(part)) <= set(listed), params[flag]
+
+
+# truegate serve
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "says"),
+    [(("--api-key", ""), None, "--api-key"), (("--api-key", " k"), None, "--api-key"),
+     (("--api-key", "k", "--api-key", ""), "k", "--api-key"), ((), "", "TRUEGATE_API_KEY"),
+     ((), " ", "TRUEGATE_API_KEY"), (("--served-model-name", ""), None, "--served-model-name")],
+)  # fmt: skip
+def test_serve_refuses_a_key_or_a_name_that_is_empty(truegate, monkeypatch, words, key, says):
+    """An empty key would be a server that everybody may use, though somebody thought to protect it."""
+    if key is not None:
+        monkeypatch.setenv("TRUEGATE_API_KEY", key)
+    code, out, err = truegate("serve", "/nonexistent", *words)
+    assert (code, out, err.count("\n")) == (64, "", 1), err
+    assert says in err
+    assert "empty" in err

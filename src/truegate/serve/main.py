@@ -50,6 +50,7 @@ class ServeOptions:
 
 def serve(options: ServeOptions) -> None:
     """Run until told to stop; InvalidRun if the engine died, the engine's own error if it could not start."""
+    _refuse_empty(options)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     folder = model_folder(options.engine.model)
@@ -67,6 +68,14 @@ def serve(options: ServeOptions) -> None:
         if engine.process.poll() is None:
             engine.process.kill()
         engine.process.wait()
+
+
+def _refuse_empty(options: ServeOptions) -> None:
+    """A key that is empty lets everybody in, and one with blanks around it nobody."""
+    if any(not key or key != key.strip() for key in options.api_keys):
+        raise UserError("--api-key (or TRUEGATE_API_KEY) is empty or has blanks around it: give a key, or leave it out")
+    if any(not name.strip() for name in options.names):
+        raise UserError("--served-model-name is empty: give a name, or leave it out")
 
 
 def default_threads() -> int | None:
@@ -165,7 +174,8 @@ class _Server:
             await self._starting
         except asyncio.CancelledError:
             return  # told to stop while loading
-        self.died = None
+        if self.died is not None:
+            return  # the engine was ready, and is gone already
         self._announce_fault()
         if options.engine.load_format == "dummy":
             log.warning("the weights are random (--load-format dummy): measure speed, the answers mean nothing")

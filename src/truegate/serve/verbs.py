@@ -1,5 +1,6 @@
 """The verbs `truegate serve` and `truegate chat`; registered in `truegate.cli`."""
 
+import os
 from typing import Annotated
 
 import typer
@@ -101,6 +102,8 @@ def serve(
     from truegate.serve.main import ServeOptions
     from truegate.serve.main import serve as run
 
+    if not api_key and os.environ.get("TRUEGATE_API_KEY") is not None:
+        raise UserError("TRUEGATE_API_KEY is set and empty, so it protects nothing: give it a key, or unset it")
     if on_engine_death not in ("exit", "restart"):
         raise UserError(f"--on-engine-death {on_engine_death!r}: exit or restart")
     engine = EngineConfig(

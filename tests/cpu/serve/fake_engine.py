@@ -64,6 +64,8 @@ class FakeEngine:
 
     @property
     def has_work(self) -> bool:
+        if os.environ.get("FAKE_DIES"):  # first asked right after Ready
+            os._exit(9)
         return bool(self.running or self.waiting or self.outbox)
 
     def step(self) -> list[StepOutput]:

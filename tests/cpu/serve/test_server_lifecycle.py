@@ -83,6 +83,12 @@ def test_a_failed_self_test_stops_the_start_with_its_own_code(launch):
     assert server.health() is None
 
 
+def test_an_engine_that_dies_right_after_it_was_ready_ends_the_server_with_code_3(launch):
+    server = launch(wait=False, env={"FAKE_DIES": "1"})
+    assert server.process.wait(20) == 3
+    assert "ended with code 9" in server.log.read_text()
+
+
 def test_a_silent_engine_is_unhealthy(launch):
     server = launch(limits={"stall_seconds": 1.5}, drain_seconds=0)
     pending = server.send_raw("/v1/completions", {"prompt": "HANG"})
