@@ -30,7 +30,7 @@ app.command(rich_help_panel="Engine")(serve_verbs.serve)
 app.command(rich_help_panel="Engine")(serve_verbs.chat)
 app.command(rich_help_panel="Engine")(bench_verbs.bench)
 app.command(rich_help_panel="Trust")(moe_verbs.plan)
-app.command(rich_help_panel="Trust")(moe_verbs.check)
+app.command(rich_help_panel="Trust")(serve_verbs.check)
 app.add_typer(canary_app, name="canary", rich_help_panel="Trust")
 app.add_typer(eval_app, name="eval", rich_help_panel="Trust")
 

@@ -12,6 +12,7 @@ import typer
 from truegate import __version__
 from truegate.cli import app, explain, main
 from truegate.errors import InvalidRun, Refused, UserError
+from truegate.hub import model_folder
 from truegate.moe.backends import names as backends
 
 V3 = {
@@ -307,6 +308,31 @@ def test_check_says_what_was_measured(truegate, words, ran):
     code, out, err = truegate("check", "--device", "cpu", *words)
     assert (code, err) == (0, "")
     assert f"deepseek_v3, {ran}" in out
+
+
+OTHERS = {
+    "olmoe": {"model_type": "olmoe", "hidden_size": 64, "intermediate_size": 32},
+    "gpt_oss": {"model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 32},
+    "quantization_config": json.loads((model_folder(None) / "config.json").read_text())
+    | {"quantization_config": {"quant_method": "fp8"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_check_measures_a_model_that_serve_does_not_run_and_says_so(truegate, tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(OTHERS[name]))
+    code, out, err = truegate("check", "--device", "cpu", tmp_path / "config.json")
+    assert (code, err) == (0, "")
+    assert "every measured coefficient is right" in out
+    assert "does not run this model: config.json: " in out.splitlines()[-1]
+    assert name in out.splitlines()[-1]
+
+
+def test_check_leaves_out_the_layers_that_serve_does_not_run(truegate):
+    """The embedded model's layer 6 predicts the token after the next one."""
+    out = truegate("check", "--device", "cpu")[1]
+    assert "ledger, layers 1..5" in out
+    assert "does not run" not in out
 
 
 def test_the_help_of_plan_lists_every_backend():

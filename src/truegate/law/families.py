@@ -56,6 +56,11 @@ def specs_of(config: Config) -> list[RoutingSpec | None]:
     return [family.spec(keys, layer) for layer in range(keys.num_layers)]
 
 
+def main_specs_of(config: Config) -> list[RoutingSpec | None]:
+    """Those of the layers that a forward pass runs: `specs_of` without the next-token layers."""
+    return specs_of(config)[: _open(config)[1].num_main_layers]
+
+
 def names_of(config: Config) -> list[tuple[MoeNames, ...] | None]:
     """Per layer the tensor names in each checkpoint layout of the family, likeliest first; None where dense."""
     family, _, prefix = _open(config)

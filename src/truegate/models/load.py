@@ -17,7 +17,7 @@ import torch
 
 import truegate.models
 from truegate.errors import UserError
-from truegate.law.families import families, family_of, names_of, specs_of
+from truegate.law.families import families, family_of, main_specs_of, names_of
 from truegate.law.formats import Checkpoint
 from truegate.law.keys import read_config
 from truegate.law.names import choose
@@ -101,6 +101,17 @@ def load_model(
     return model
 
 
+def refusal(path: str | Path) -> str | None:
+    """Why `load_model` refuses this config, whatever its weights are; None if it does not. Takes no memory for them."""
+    config = _Recorded(read_config(path))
+    try:
+        _build(config, torch.float32, torch.device("meta"), LoadOptions())
+        _refuse_unread(config)
+    except UserError as error:
+        return str(error)
+    return None
+
+
 def _build(
     config: "_Recorded", dtype: torch.dtype, device: torch.device, options: LoadOptions
 ) -> tuple[CausalLM, dict[str, Target]]:
@@ -112,7 +123,7 @@ def _build(
         config=config.raw,
         dtype=dtype,
         device=device,
-        specs=specs_of(config)[: keys.num_main_layers],
+        specs=main_specs_of(config),
         backends=backends.choose(experts=options.experts, dispatch=options.dispatch, router=options.router),
         choices=options.choices,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from truegate.errors import UserError
-from truegate.law.families import specs_of
+from truegate.law.families import main_specs_of
 from truegate.law.fault import Fault
 from truegate.law.placement import place
 from truegate.law.plan import Choices, Plan
@@ -29,9 +29,9 @@ def check_config(
     free_bytes: int,
     fault: Fault | None = None,
 ) -> Iterator[tuple[list[int], Plan, Report]]:
-    """(layers, plan, report) of each distinct MoE layer of a Hugging Face config."""
+    """(layers, plan, report) of each distinct MoE layer of a Hugging Face config; next-token layers are not served."""
     kinds: list[tuple[list[int], Plan]] = []
-    for index, spec in enumerate(specs_of(config)):
+    for index, spec in enumerate(main_specs_of(config)):
         if spec is None:
             continue
         for layers, plan in kinds:

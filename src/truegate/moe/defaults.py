@@ -11,7 +11,7 @@ import torch
 
 from truegate.config import DTYPES, EngineConfig, resolve
 from truegate.errors import Refused, UserError
-from truegate.law.families import specs_of
+from truegate.law.families import main_specs_of
 from truegate.law.keys import read_config
 from truegate.law.placement import place
 from truegate.law.plan import Choices
@@ -57,7 +57,7 @@ def _fuses_shared(config: EngineConfig, folder: Path) -> bool:
     if config.fuse_shared is not None or config.device == "cpu":
         return bool(config.fuse_shared)
     chosen = backends.choose(experts=config.experts, dispatch=config.dispatch, router=config.router)
-    shared = [spec for spec in specs_of(folder) if spec is not None and spec.shared is not None]
+    shared = [spec for spec in main_specs_of(folder) if spec is not None and spec.shared is not None]
     fused = choices(replace(config, fuse_shared=True))
     try:
         for spec in shared:

@@ -1,5 +1,9 @@
 """What `truegate check` prints: the checks of each layer, or the mutants and what saw them."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -20,9 +24,14 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=200)
 
 
-def check(config: EngineConfig) -> bool:
-    """Self-test every kind of MoE layer of the model as this config's engine would run it; True if all is right."""
+def check(config: EngineConfig, why_not_served: Callable[[Path], str | None] = lambda folder: None) -> bool:
+    """Self-test every kind of MoE layer of the model as this config's engine would run it; True if all is right.
+
+    Says at the end what `why_not_served` knows of the model.
+    """
     config = defaults.claim(config)
+    if config.model is not None and Path(config.model).name == "config.json":
+        config = replace(config, model=str(Path(config.model).parent))
     folder, name = model_folder(config.model), model_name(config.model)
     config = defaults.fill(config, folder)
     free = free_host_bytes() if config.device == "cpu" else torch.cuda.mem_get_info()[0]
@@ -41,6 +50,9 @@ def check(config: EngineConfig) -> bool:
         ran = f"{config.device}, {report.dtype}, experts {plan.experts.name}"
         console.print(f"{plan.spec.family}, {ran}, {report.seconds:.2f} s: {report.sentence}")
         right &= report.ok
+    why = why_not_served(folder)
+    if why is not None:
+        console.print(f"measured only, `truegate serve` does not run this model: {why}", soft_wrap=True, markup=False)
     return right
 
 

@@ -1,11 +1,8 @@
-"""The verbs `plan` and `check`: thin, everything heavy is imported inside them."""
+"""The verb `plan`: thin, everything heavy is imported inside it."""
 
 from typing import Annotated
 
 import typer
-
-from truegate.config import EngineConfig
-from truegate.errors import EXIT_FAULT, UserError
 
 ROUTERS = "torch, triton, aiter"
 EXPERTS = "torch, triton, deep_gemm, cutlass_fp8, flashinfer_cutlass, flashinfer_trtllm, aiter"
@@ -48,49 +45,3 @@ def plan(
         print(library.dumps(as_json(index, compiled), indent=2))
     else:
         print("\n".join(as_text(index, compiled)))
-
-
-def check(
-    model: Annotated[
-        str | None, typer.Argument(help="Folder or hub id; only its config is read. Default: the embedded model.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, float16; default: as `truegate serve` has it.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if there is one.")] = None,
-    router: Annotated[str | None, typer.Option(help="Default: the one that goes with the experts.")] = None,
-    experts: Annotated[
-        str | None, typer.Option(help="Expert kernel; default: torch on a CPU, triton on a GPU.")
-    ] = None,
-    dispatch: Annotated[str | None, typer.Option(help="Exchange; default: local.")] = None,
-    fuse_shared: Annotated[
-        bool | None,
-        typer.Option(help="Shared experts as extra slots of the kernel; default: on a GPU, where the plan allows it."),
-    ] = None,
-    scale_at: Annotated[
-        str | None, typer.Option(help="Where the routed scale multiplies: weights (default) or output.")
-    ] = None,
-    fault: Annotated[str | None, typer.Option(help="Plant this fault first, to see what the self-test says.")] = None,
-    mutants: Annotated[
-        bool, typer.Option("--mutants", help="Plant every fault of the catalogue, print what saw it.")
-    ] = False,
-    cases: Annotated[int, typer.Option(help="With --mutants: also this many right layers, for false alarms.")] = 0,
-) -> None:
-    """Measure a model's MoE layers as `truegate serve` would run them here with the same flags, before it answers.
-
-    Exit code 0: every measured coefficient is as the model defines it. 1: it is not, and the table says what is wrong.
-    A pass is about the row counts and layouts in the table, to the tolerance of the dtype.
-    """
-    if cases < 0 or (cases and not mutants):
-        raise UserError(f"--cases {cases}: give 0 or more right layers, with --mutants")
-    config = EngineConfig(
-        model=model, dtype=dtype, device=device, router=router, experts=experts, dispatch=dispatch,
-        fuse_shared=fuse_shared, scale_at=scale_at, fault=fault,
-    )  # fmt: skip
-    if mutants and config != EngineConfig():
-        raise UserError("--mutants plants its own faults in its own layers: drop the model and every flag but --cases")
-    from truegate.moe import table
-
-    right = table.mutants(cases) if mutants else table.check(config)
-    if not right:
-        raise typer.Exit(EXIT_FAULT)
