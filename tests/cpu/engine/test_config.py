@@ -7,6 +7,8 @@ import pytest
 
 from truegate.config import EngineConfig, ModelFacts, fit, resolve
 from truegate.errors import UserError
+from truegate.hub import model_folder
+from truegate.moe import defaults
 
 FACTS = ModelFacts(max_position=1000, bytes_per_token=1 << 10, free_bytes=1 << 34)
 
@@ -62,23 +64,45 @@ def test_the_cache_holds_one_whole_sequence_or_the_start_is_refused():
     assert fitted.max_model_len == (num_pages - 1) * fitted.page_size == 96  # 6 whole pages of 16 KiB in 107,374 bytes
 
 
-@pytest.mark.parametrize(
-    ("settings", "width", "fused"),
-    [({}, 64, True), ({}, 48, False), ({"fuse_shared": False}, 64, False), ({"device": "cpu"}, 64, False),
-     ({"fuse_shared": True}, 48, True)],
-)  # fmt: skip
-def test_a_gpu_fuses_shared_experts_where_the_plan_allows_it(settings, width, fused, tmp_path):
-    """A shared expert of 64 is two slots of 32; one of 48 is no whole number of slots, and asking for it is refused."""
-    from truegate.moe import defaults
+QWEN2 = {
+    "model_type": "qwen2_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "norm_topk_prob": False, "hidden_act": "silu",
+}  # fmt: skip
+WIDE = {"shared_expert_intermediate_size": 48}  # no whole number of slots of 32
+MANY = {"num_experts": 2048}  # more than the router that goes with triton handles
 
-    model = {
-        "model_type": "qwen2_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_experts": 8,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": width,
-        "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False, "hidden_act": "silu",
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    config = replace(EngineConfig(device="cuda"), **settings)
-    assert defaults.fill(config, tmp_path).fuse_shared is fused
+
+def filled(settings, model, folder):
+    (folder / "config.json").write_text(json.dumps({**QWEN2, **model}))
+    return defaults.fill(EngineConfig(**{"device": "cuda", **settings}), folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "model", "fused"),
+    [({}, {}, True), ({"fuse_shared": False}, {}, False), ({"device": "cpu"}, {}, False), ({}, WIDE, False),
+     ({"fuse_shared": True}, WIDE, True), ({}, MANY, False), ({"router": "torch"}, MANY, True),
+     ({"scale_at": "nowhere"}, {}, False), ({}, {"model_type": "qwen3_moe"}, False)],
+)  # fmt: skip
+def test_a_gpu_fuses_shared_experts_where_the_plan_allows_it(settings, model, fused, tmp_path):
+    """What is asked for is kept, and refused when it is compiled; qwen3_moe has no shared expert."""
+    assert filled(settings, model, tmp_path).fuse_shared is fused
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [({}, "bfloat16"), ({"dtype": "float16"}, "float16"), ({"torch_dtype": "float32"}, "float32"),
+     ({"dtype": "float16", "torch_dtype": "float32"}, "float16")],
+)  # fmt: skip
+def test_a_gpu_computes_in_the_dtype_that_the_config_states(model, dtype, tmp_path):
+    assert filled({}, model, tmp_path).dtype == dtype
+    assert filled({"dtype": "bfloat16"}, model, tmp_path).dtype == "bfloat16"
+
+
+def test_a_config_that_states_another_dtype_is_refused_with_the_remedy(tmp_path):
+    with pytest.raises(UserError, match="names the dtype 'float8_e4m3fn': give --dtype float32, bfloat16 or float16"):
+        filled({}, {"torch_dtype": "float8_e4m3fn"}, tmp_path)
+    assert filled({"dtype": "float16"}, {"torch_dtype": "float8_e4m3fn"}, tmp_path).dtype == "float16"
 
 
 @pytest.mark.parametrize(
@@ -89,11 +113,8 @@ def test_a_gpu_fuses_shared_experts_where_the_plan_allows_it(settings, width, fu
 )  # fmt: skip
 def test_a_layer_runs_on_the_gpu_that_is_there_in_the_checkpoints_dtype_through_triton(settings, cuda, runs):
     """What `truegate serve` runs and `truegate check` measures of the embedded model, whose config says bfloat16."""
-    from truegate.hub import model_folder
-    from truegate.moe import defaults
-
-    filled = defaults.fill(resolve(EngineConfig(**settings), cuda=cuda), model_folder(None))
-    assert (filled.device, filled.dtype, filled.experts, filled.dispatch) == runs
+    got = defaults.fill(resolve(EngineConfig(**settings), cuda=cuda), model_folder(None))
+    assert (got.device, got.dtype, got.experts, got.dispatch) == runs
 
 
 def test_a_gpu_keeps_free_what_steps_need():
