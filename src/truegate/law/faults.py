@@ -39,12 +39,22 @@ def _biased(plan: Plan) -> bool:
     return plan.spec.has_selection_bias
 
 
+def _chosen_by_bias(plan: Plan) -> bool:
+    """Some expert is left out, so that the bias decides which."""
+    return _biased(plan) and plan.spec.top_k < plan.spec.num_choices
+
+
 def _grouped(plan: Plan) -> bool:
     return plan.spec.groups is not None and plan.spec.groups.kept < plan.spec.groups.count
 
 
 def _grouped_by(score: GroupScore) -> Callable[[Plan], bool]:
     return lambda plan: _grouped(plan) and plan.spec.groups is not None and plan.spec.groups.score is score
+
+
+def _groups_of_several(plan: Plan) -> bool:
+    groups = plan.spec.groups
+    return groups is not None and plan.spec.num_choices // groups.count > 1
 
 
 def _has_shared(plan: Plan) -> bool:
@@ -295,12 +305,12 @@ FAULTS: tuple[Fault, ...] = (
     # BIAS
     Fault(name="bias-leak", kind="BIAS", applies=_biased, choose=_weights(_leak),
           says="the selection bias enters the weights: they are s + b, and should be s"),
-    Fault(name="bias-ignored", kind="BIAS", applies=_biased, spec=lambda s: replace(s, has_selection_bias=False),
-          says="experts are chosen without the selection bias"),
-    Fault(name="bias-negated", kind="BIAS", applies=_biased, bias=lambda b, xp: -b,
+    Fault(name="bias-ignored", kind="BIAS", applies=_chosen_by_bias,
+          spec=lambda s: replace(s, has_selection_bias=False), says="experts are chosen without the selection bias"),
+    Fault(name="bias-negated", kind="BIAS", applies=_chosen_by_bias, bias=lambda b, xp: -b,
           says="the selection bias is subtracted, and should be added"),
     # PREC
-    Fault(name="bias-bf16", kind="PREC", applies=_biased, bias=round_bf16,
+    Fault(name="bias-bf16", kind="PREC", applies=_chosen_by_bias, bias=round_bf16,
           says="the selection bias is rounded to bf16: experts whose scores are close change places"),
     Fault(name="logits-bf16", kind="PREC", applies=_ranked, logits=round_bf16,
           says="the router logits are rounded to bf16: experts whose scores are close change places"),
@@ -309,7 +319,8 @@ FAULTS: tuple[Fault, ...] = (
     # SELECT
     Fault(name="group-max", kind="SELECT", applies=_grouped_by(GroupScore.TOP2_SUM), spec=_groups(score=GroupScore.MAX),
           says="groups are ranked by their best expert, and should be by the sum of their two best"),
-    Fault(name="group-top2", kind="SELECT", applies=_grouped_by(GroupScore.MAX),
+    Fault(name="group-top2", kind="SELECT",
+          applies=lambda p: _grouped_by(GroupScore.MAX)(p) and _groups_of_several(p),
           spec=_groups(score=GroupScore.TOP2_SUM),
           says="groups are ranked by the sum of their two best experts, and should be by their best"),
     Fault(name="no-groups", kind="SELECT", applies=_grouped, spec=lambda s: replace(s, groups=None),

@@ -89,14 +89,19 @@ class Instrument:
     def num_shared(self) -> int:
         return max(self.plan.num_shared, int(self.spec.shared is not None))
 
-    def route(self, *, seed: int = 0, bias_around: float = 0.0, twins: bool = False) -> "Instrument":
+    def route(
+        self, *, seed: int = 0, bias_around: float = 0.0, twins: bool = False, bias_alone: bool = False
+    ) -> "Instrument":
         """Write the router anew.
 
         bias_around moves the selection bias: +3 puts biased scores where bf16 is coarse, -3 makes them all negative.
         twins gives runs of experts equal scores, in runs that top-k must cut, so that ties decide.
+        bias_alone gives all experts equal scores, and biases that rise with the id and that bf16 makes equal: rounded,
+        they leave the choice to the lowest ids, where the highest are right.
         """
         spec, layer, rng = self.spec, self.layer, np.random.default_rng(seed)
         step = next(n for n in range(2, spec.top_k + 2) if spec.top_k % n) if twins else 1
+        step = spec.num_choices if bias_alone else step
         self.twin_E = np.arange(spec.num_choices) // step * step
         weight_ED = np.zeros((spec.num_choices, spec.hidden))
         code = np.arange(2, spec.hidden)
@@ -111,6 +116,8 @@ class Instrument:
                 layer.gate_bias.zero_()
             if layer.selection_bias is not None:
                 self.bias_E = bias_around + rng.integers(-512, 513, spec.num_choices)[self.twin_E] / 1024
+                if bias_alone:  # below 3 + 1/128, which is half of bf16's next step
+                    self.bias_E = 3.0 + np.arange(spec.num_choices) * 1024 // spec.num_choices / 2**17
                 layer.selection_bias.copy_(torch.from_numpy(self.bias_E))
             self.shared_row_D = None
             if layer.shared_gate is not None:
@@ -124,6 +131,7 @@ class Instrument:
         spec, layer = self.spec, self.layer
         # a mixed-up pair of projections shows as a wrong gain
         unit = 16 if spec.activation is Activation.SWIGLU_CLAMP else 256  # up - 1 must stay exact in bf16
+        unit = 8 if spec.num_identity else unit  # x stands in the same channels: its rounding must not drown the unit
         self.up_C = (16 + np.arange(self.num_columns) % 13) / unit
         for column in range(self.num_columns):
             units = self._units(column)

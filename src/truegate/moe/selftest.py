@@ -107,6 +107,9 @@ def _readings(layer: MoELayer, seed: int) -> list[tuple[str, float, Measured]]:
         plain.route(seed=seed + 2, bias_around=around)
         name = f"close choices, bias around {around:+g}" if around else "close choices"
         found.append((name, tolerance, plain.measure(plain.rows(MIXED, seed=seed))))
+    if layer.selection_bias is not None:
+        plain.route(seed=seed + 2, bias_alone=True)
+        found.append(("biases that bf16 makes equal", tolerance, plain.measure(plain.rows(SIZES[-1], seed=seed))))
     plain.route(seed=seed + 3, twins=True)
     found.append(("ties", tolerance, plain.measure(plain.rows(MIXED, seed=seed))))
     curved = Instrument(layer, seed=seed + 4, amplitude=CURVED)

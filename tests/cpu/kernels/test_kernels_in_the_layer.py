@@ -47,3 +47,12 @@ def test_a_fault_planted_in_the_kernels_is_measured(fault):
     plant(layer, named(fault))
     instrument = Instrument(layer, amplitude=2.0)
     assert instrument.measure(instrument.rows(3)).error > 1e-2
+
+
+def test_the_route_kernel_keeps_the_whole_selection_bias():
+    """Biases that bf16 makes equal decide the choice."""
+    layer = layer_of("deepseek_v3")
+    instrument = Instrument(layer).route(bias_alone=True)
+    assert instrument.measure(instrument.rows(3)).error <= 1e-5
+    layer.selection_bias.copy_(layer.selection_bias.bfloat16())  # as a cast while loading would
+    assert instrument.measure(instrument.rows(3)).error > 1e-2

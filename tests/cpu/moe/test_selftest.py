@@ -5,11 +5,13 @@ import pytest
 import torch
 
 from truegate.errors import UserError
+from truegate.hub import model_folder
+from truegate.law.families import specs_of
 from truegate.law.faults import FAULTS, named
 from truegate.law.order import realise
 from truegate.law.placement import place
 from truegate.law.plan import Choices, Ranks
-from truegate.law.spec import RoutingSpec, Score, Shared
+from truegate.law.spec import Denominator, Groups, GroupScore, RoutingSpec, Score, Shared
 from truegate.moe.backends import choose, compile_layer
 from truegate.moe.basis import CURVED, Instrument, measure
 from truegate.moe.layer import MoELayer
@@ -80,6 +82,65 @@ def test_every_fault_of_the_catalogue_is_caught_and_most_are_named():
         if not outcome.named:
             unnamed.append((outcome.fault.name, outcome.report.fault, outcome.report.sentence))
     assert not unnamed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_fault_of_the_catalogue_is_caught_in_the_embedded_model_or_refused(dtype):
+    spec = next(spec for spec in specs_of(model_folder(None)) if spec is not None)
+    plan = compile_layer(spec, choose(), place(num_experts=spec.num_experts), Choices(fuse_shared=True))
+    right, refused = [], []
+    for fault in FAULTS:
+        layer = MoELayer(plan, choose(), dtype=dtype)
+        try:
+            plant(layer, fault)
+        except UserError:
+            refused.append(fault.name)
+            continue
+        right += [fault.name] if self_test(layer).ok else []
+    assert not right
+    assert len(refused) < len(FAULTS) / 4
+
+
+NO_GROUPS, PAIRS = None, Groups(count=2, kept=1, score=GroupScore.TOP2_SUM, fill=float("-inf"))
+SINGLE = Groups(count=3, kept=2, score=GroupScore.MAX, fill=float("-inf"))
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "groups"),
+    [(2, 1, NO_GROUPS), (3, 2, NO_GROUPS), (4, 1, PAIRS), (4, 2, PAIRS), (3, 2, SINGLE), (40, 39, NO_GROUPS)],
+)
+@pytest.mark.parametrize("score", Score)
+def test_a_selection_bias_rounded_to_bf16_is_found_whatever_the_sizes(num_experts, top_k, groups, score):
+    spec = RoutingSpec(
+        family="x", num_experts=num_experts, top_k=top_k, score=score, has_selection_bias=True, groups=groups,
+        denominator=Denominator.SUM, hidden=16, expert_intermediate=8,
+    )  # fmt: skip
+    layer = layer_of(spec)
+    assert self_test(layer).ok
+    plant(layer, named("bias-bf16"))
+    report = self_test(layer)
+    assert "bias-bf16" in (report.fault, *report.also)
+
+
+def test_a_bias_that_cannot_change_the_choice_has_no_faults():
+    spec = RoutingSpec(
+        family="x", num_experts=4, top_k=4, score=Score.SIGMOID, has_selection_bias=True, hidden=16,
+        expert_intermediate=8,
+    )  # fmt: skip
+    for name in ("bias-bf16", "bias-ignored", "bias-negated"):
+        with pytest.raises(UserError, match=f"{name} is no fault of this layer"):
+            plant(layer_of(spec), named(name))
+
+
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+def test_identity_experts_raise_no_alarm_in_any_dtype(dtype):
+    spec = RoutingSpec(
+        family="x", num_experts=12, num_identity=4, top_k=6, score=Score.SOFTMAX, hidden=64, expert_intermediate=12,
+        denominator=Denominator.SUM, routed_scale=16.0,
+    )  # fmt: skip
+    for seed in range(4):
+        report = self_test(layer_of(spec, dtype=dtype), seed=seed)
+        assert report.ok, report.sentence
 
 
 def test_the_catalogue_is_large_and_its_names_are_stable_and_unique():
