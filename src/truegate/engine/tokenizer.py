@@ -13,6 +13,9 @@ import tokenizers
 
 from truegate.errors import UserError
 
+# what transformers can make a tokenizer.json from; without any of them it is not asked
+OTHER_KINDS = ("*.model", "*.tiktoken", "vocab.*", "merges.txt", "tekken.json")
+
 
 class Tokenizer:
     """The tokenizer of a checkpoint folder: `encode`, `decode`, `render_chat`, and the ids that end an answer."""
@@ -92,6 +95,10 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         return backend
+    if not any(any(folder.glob(pattern)) for pattern in OTHER_KINDS):
+        raise UserError(
+            f"{folder} has no tokenizer.json: copy the model's there, with tokenizer_config.json (the chat template)"
+        )
     try:
         from transformers import AutoTokenizer
     except ImportError:
@@ -101,7 +108,10 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     try:
         return AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
     except Exception as error:
-        raise UserError(f"{folder} has no tokenizer.json and transformers cannot make one: {error}") from None
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"{folder} has no tokenizer.json and transformers cannot make one here ({cause}): copy one there"
+        ) from None
 
 
 def _token_text(value: Any) -> str | None:

@@ -28,6 +28,7 @@ _STREAM: dict[int | str, dict[str, Any]] = {
         "content": {"application/json": {}, "text/event-stream": {}},
     }
 }
+RANDOM = "the weights are random (--load-format dummy): measure speed, the answers mean nothing"
 _DESCRIPTION = """OpenAI's API for one mixture-of-experts model. A field that is not listed here is refused by name,
 never ignored. Extensions: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids,
 include_stop_str_in_output, skip_special_tokens, logprob_token_ids, prompt_logprobs, return_token_ids,
@@ -129,7 +130,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 
 def health_body(service: Service) -> dict[str, Any]:
-    """What /health says: the engine's state, the self-test's verdict, and the planted fault if there is one."""
+    """What /health says: the engine's state, the self-test's verdict, and a planted fault or random weights."""
     client, stats = service.client, service.client.stats
     silent = time.monotonic() - client.heard
     status, reason = "ok", None
@@ -143,6 +144,7 @@ def health_body(service: Service) -> dict[str, Any]:
         "model": service.names[0],
         "self_test": stats.self_test if stats else None,
         "fault": _fault(service),
+        "random_weights": RANDOM if client.resolved.load_format == "dummy" else None,
         "answers_in_flight": client.open_answers,
         "engine": {
             "pid": client.pid,

@@ -290,7 +290,9 @@ class EngineClient:
             case Loading(stage=stage):
                 self.stage = stage
             case Ready():
-                self.ready, self.stats, self.state = message, message.stats, "ready"
+                self.ready, self.stats = message, message.stats
+                if self.state != "stopping":  # told to stop while it was loading: its end is no death
+                    self.state = "ready"
                 if self._started is not None and not self._started.done():
                     self._started.set_result(message)
             case Failed():

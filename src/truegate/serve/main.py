@@ -152,6 +152,7 @@ class _Server:
         self._starting = asyncio.ensure_future(self.client.start(self.engine))
         await asyncio.sleep(0)  # the engine process is loading: import the HTTP stack meanwhile
         from truegate.engine.tokenizer import Tokenizer
+        from truegate.serve.api import RANDOM
         from truegate.serve.generation import Limits, Service
         from truegate.serve.metrics import Metrics
 
@@ -178,7 +179,7 @@ class _Server:
             return  # the engine was ready, and is gone already
         self._announce_fault()
         if options.engine.load_format == "dummy":
-            log.warning("the weights are random (--load-format dummy): measure speed, the answers mean nothing")
+            log.warning(RANDOM)
         self.listener.listen(2048)
         host, port = self.listener.getsockname()[:2]
         if not options.api_keys and not ipaddress.ip_address(host).is_loopback:

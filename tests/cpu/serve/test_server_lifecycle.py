@@ -1,6 +1,8 @@
 """Starting, draining, and losing the engine process: nothing hangs, nothing is lost in silence."""
 
+import asyncio
 import os
+import select
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,8 +10,11 @@ from pathlib import Path
 
 import openai
 import pytest
+from server_process import FAKE_COMMAND
 
+from truegate.config import EngineConfig
 from truegate.errors import UserError
+from truegate.serve.client import EngineClient, spawn
 from truegate.serve.main import bind
 
 SLOW = {"prompt": "SLOW ", "max_tokens": 400, "extra_body": {"ignore_eos": True}}
@@ -87,6 +92,33 @@ def test_an_engine_that_dies_right_after_it_was_ready_ends_the_server_with_code_
     server = launch(wait=False, env={"FAKE_DIES": "1"})
     assert server.process.wait(20) == 3
     assert "ended with code 9" in server.log.read_text()
+
+
+def test_random_weights_without_a_tokenizer_are_refused_in_one_line(launch, model_folder, tmp_path):
+    (tmp_path / "config.json").write_text((model_folder / "config.json").read_text())
+    server = launch(wait=False, engine={"model": str(tmp_path), "load_format": "dummy"})
+    assert server.process.wait(20) == 64
+    (line,) = server.log.read_text().splitlines()
+    assert line.startswith(f"{tmp_path} has no tokenizer.json: copy the model's there")
+
+
+def test_an_engine_that_is_stopped_while_it_says_ready_has_not_died(model_folder):
+    """The HTTP process gave up meanwhile, and had not read the message yet."""
+    deaths = []
+
+    async def run():
+        config = EngineConfig(model=str(model_folder))
+        engine = spawn(config, FAKE_COMMAND)
+        client = EngineClient(config, command=FAKE_COMMAND, on_dead=lambda *death: deaths.append(death))
+        assert select.select([engine.channel], [], [], 20)[0]
+        starting = asyncio.ensure_future(client.start(engine))
+        await asyncio.sleep(0)
+        await client.stop(drain=False)
+        assert (await starting).vocab_size == 300
+        assert client.state == "stopping"
+
+    asyncio.run(run())
+    assert deaths == []
 
 
 def test_a_silent_engine_is_unhealthy(launch):
@@ -175,6 +207,15 @@ def test_interleaved_streams_are_not_mixed_up(fake):
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, words)) == [word * 3 for word in words]
+
+
+@pytest.mark.parametrize("load_format", ["checkpoint", "dummy"])
+def test_random_weights_are_told_in_the_log_and_by_health(launch, load_format):
+    server = launch(engine={"load_format": load_format})
+    told = server.get("/health").json()["random_weights"]
+    assert (told is not None) == (load_format == "dummy") == ("the weights are random" in server.log.read_text())
+    if told is not None:
+        assert "the answers mean nothing" in told
 
 
 def test_a_planted_fault_is_loud_and_requests_are_logged_with_their_user(launch):
