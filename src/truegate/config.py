@@ -3,11 +3,14 @@
 Invariant: after `resolve` and `fit` no field is None except those that mean "off"; neither changes its argument.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from truegate.errors import UserError
+
+log = logging.getLogger("truegate.engine")
 
 DTYPES = ("float32", "bfloat16", "float16")
 GIB = 1 << 30
@@ -104,7 +107,8 @@ def resolve(config: EngineConfig, *, cuda: bool) -> EngineConfig:
 def fit(config: EngineConfig, facts: ModelFacts) -> tuple[EngineConfig, int]:
     """Fill what the model decides; returns the config and the number of pages (page 0, nobody's, included).
 
-    pages = 1 + kv bytes // (page_size * bytes_per_token), never more than max_running sequences could fill.
+    pages = 1 + kv bytes // (page_size * bytes_per_token), never more than max_running sequences fill twice: a warning
+    says so where a larger cache was asked for.
     """
     max_model_len = config.max_model_len or facts.max_position
     if max_model_len > facts.max_position:
@@ -112,7 +116,7 @@ def fit(config: EngineConfig, facts: ModelFacts) -> tuple[EngineConfig, int]:
             f"max_model_len {max_model_len} is above the model's {facts.max_position} positions: lower --max-model-len"
         )
     if config.kv_cache_gib is not None:
-        kv_bytes = int(config.kv_cache_gib * GIB)
+        kv_bytes = int(min(config.kv_cache_gib, 1 << 30) * GIB)
     elif config.mem_fraction is not None:
         kv_bytes = int(config.mem_fraction * facts.free_bytes)
     elif config.device == "cpu":
@@ -121,7 +125,19 @@ def fit(config: EngineConfig, facts: ModelFacts) -> tuple[EngineConfig, int]:
         kv_bytes = _kv_on_gpu(facts.free_bytes, facts.step_bytes(config.chunked_prefill_tokens, max_model_len))
     pages_per_sequence = -(-max_model_len // config.page_size)
     page_bytes = config.page_size * facts.bytes_per_token
-    num_pages = min(kv_bytes // page_bytes, 2 * pages_per_sequence * config.max_running)
+    most = 2 * pages_per_sequence * config.max_running
+    num_pages = min(kv_bytes // page_bytes, most)
+    if config.kv_cache_gib is not None and num_pages * page_bytes > facts.free_bytes:
+        raise UserError(
+            f"--kv-cache-gib {config.kv_cache_gib:g}: {num_pages * page_bytes / GIB:.2f} GiB of it would be used, "
+            f"{facts.free_bytes / GIB:.2f} GiB are free: lower it, --max-running or --max-model-len"
+        )
+    if kv_bytes // page_bytes > most and (config.kv_cache_gib or config.mem_fraction):
+        log.warning(
+            "the cache is cut to %.2f GiB of the %.2f asked for: %d sequences (--max-running) of %d tokens "
+            "(--max-model-len) fill half of that",
+            most * page_bytes / GIB, kv_bytes / GIB, config.max_running, max_model_len,
+        )  # fmt: skip
     if num_pages < pages_per_sequence:
         if config.max_model_len is not None:
             raise UserError(

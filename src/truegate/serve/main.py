@@ -25,6 +25,7 @@ from truegate.errors import InvalidRun, UserError
 from truegate.hub import model_folder, model_name
 from truegate.serve.client import WORKER_COMMAND, EngineClient, EngineProcess, spawn
 from truegate.serve.memory import steady_heap
+from truegate.serve.worker import LOG_FORMAT
 
 log = logging.getLogger("truegate.serve")
 
@@ -51,7 +52,7 @@ class ServeOptions:
 def serve(options: ServeOptions) -> None:
     """Run until told to stop; InvalidRun if the engine died, the engine's own error if it could not start."""
     _refuse_empty(options)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     folder = model_folder(options.engine.model)
     options = replace(options, names=options.names or (model_name(options.engine.model),))

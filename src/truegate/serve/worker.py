@@ -4,6 +4,7 @@ Invariant: between two steps nothing here waits for the other process; every acc
 or named in a Failed message. Run as `python -m truegate.serve.worker FD`, FD being its end of the socket pair.
 """
 
+import logging
 import os
 import signal
 import socket
@@ -33,6 +34,7 @@ from truegate.serve.messages import (
 from truegate.types import EngineStats, Request, StepOutput
 
 HEARTBEAT_SECONDS = 1.0
+LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"  # of both processes
 
 
 class EngineLike(Protocol):
@@ -148,6 +150,7 @@ def channel_from_argv(argv: list[str]) -> Channel:
 
 
 def main() -> None:
+    logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT, stream=sys.stderr)
     steady_heap()
     channel = channel_from_argv(sys.argv)
 

@@ -64,6 +64,24 @@ def test_the_cache_holds_one_whole_sequence_or_the_start_is_refused():
     assert fitted.max_model_len == (num_pages - 1) * fitted.page_size == 96  # 6 whole pages of 16 KiB in 107,374 bytes
 
 
+def test_a_cache_of_more_than_the_sequences_fill_is_cut_aloud_and_one_that_does_not_fit_is_refused(caplog):
+    """Two sequences of 63 pages of 16 KiB, twice: 252 pages; FACTS has 16 GiB free."""
+    for settings in ({"kv_cache_gib": 1000.0}, {"mem_fraction": 0.5}):
+        _, num_pages = fit(resolve(EngineConfig(max_running=2, **settings), cuda=False), FACTS)
+        assert num_pages == 252 + 1
+        (line,) = caplog.messages
+        assert line.startswith("the cache is cut to 0.00 GiB of the ")
+        assert "2 sequences (--max-running) of 1000 tokens (--max-model-len)" in line
+        caplog.clear()
+    for settings in ({}, {"kv_cache_gib": 0.003}):
+        fit(resolve(EngineConfig(max_running=2, **settings), cuda=False), FACTS)
+    assert caplog.messages == []
+    long = replace(FACTS, max_position=1 << 20)
+    with pytest.raises(UserError, match=r"--kv-cache-gib 20: 20.00 GiB of it would be used, 16.00 GiB are free"):
+        fit(resolve(EngineConfig(kv_cache_gib=20), cuda=False), long)
+    assert fit(resolve(EngineConfig(kv_cache_gib=16), cuda=False), long)[1] == 1 + (1 << 20)
+
+
 QWEN2 = {
     "model_type": "qwen2_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 1, "mlp_only_layers": [],
