@@ -49,12 +49,8 @@ def _grouped(plan: Plan) -> bool:
 
 
 def _grouped_by(score: GroupScore) -> Callable[[Plan], bool]:
-    return lambda plan: _grouped(plan) and plan.spec.groups is not None and plan.spec.groups.score is score
-
-
-def _groups_of_several(plan: Plan) -> bool:
-    groups = plan.spec.groups
-    return groups is not None and plan.spec.num_choices // groups.count > 1
+    """Groups of one expert are ranked by it either way."""
+    return lambda p: bool(_grouped(p) and (g := p.spec.groups) and g.score is score and p.spec.num_choices > g.count)
 
 
 def _has_shared(plan: Plan) -> bool:
@@ -319,8 +315,7 @@ FAULTS: tuple[Fault, ...] = (
     # SELECT
     Fault(name="group-max", kind="SELECT", applies=_grouped_by(GroupScore.TOP2_SUM), spec=_groups(score=GroupScore.MAX),
           says="groups are ranked by their best expert, and should be by the sum of their two best"),
-    Fault(name="group-top2", kind="SELECT",
-          applies=lambda p: _grouped_by(GroupScore.MAX)(p) and _groups_of_several(p),
+    Fault(name="group-top2", kind="SELECT", applies=_grouped_by(GroupScore.MAX),
           spec=_groups(score=GroupScore.TOP2_SUM),
           says="groups are ranked by the sum of their two best experts, and should be by their best"),
     Fault(name="no-groups", kind="SELECT", applies=_grouped, spec=lambda s: replace(s, groups=None),
