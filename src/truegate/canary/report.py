@@ -27,6 +27,11 @@ def verdict_word(data: Mapping[str, Any]) -> str:
     return _WORDS[data["exit"]]
 
 
+def not_in_headline(data: Mapping[str, Any]) -> list[str]:
+    """What was not judged and is not said by the headline, which tells faults first."""
+    return [line for line in data["undecided"] if line not in data["headline"]]
+
+
 def print_result(data: Mapping[str, Any], console: Any) -> None:
     """The terminal: headline, findings with their conditions and numbers, a grid of phases, what it covers."""
     from rich.markup import escape
@@ -43,7 +48,7 @@ def print_result(data: Mapping[str, Any], console: Any) -> None:
             console.print(f"  [dim]or[/]     {others}: these read the same here", soft_wrap=True)
         for e in f["examples"][:_EXAMPLES_SHOWN]:
             console.print(f"  [dim]e.g.[/]   {escape(example_line(e))}", soft_wrap=True)
-    for line in data["undecided"]:
+    for line in not_in_headline(data):
         console.print(f"[yellow]not judged[/]  {escape(line)}", soft_wrap=True)
     if data["grid"]:
         table = Table(box=None, pad_edge=False, header_style="dim")
@@ -134,6 +139,7 @@ def write_html(data: Mapping[str, Any], path: Path) -> None:
     page = env.get_template("report.html").render(
         data=data,
         word=verdict_word(data),
+        undecided=not_in_headline(data),
         doc=_DOC,
         maps=[_maps(layer, m) for layer, m in data["matrices"].items()],
         sizes=sorted({int(n) for found in data.get("sizes", {}).values() for n in found}),

@@ -44,7 +44,7 @@ def audit(manifest: Manifest, target: Target, effort: Effort, progress: Progress
         progress("finding the API")
         api = find_api(client, [manifest.token(0)], lambda answer: readable(manifest, answer), model=target.model)
         if (stranger := fingerprint_problem(manifest, client, api)) is not None:
-            evidence = Evidence(api=api, phases={"fingerprint": stranger}, num_requests=client.num_requests)
+            evidence = Evidence(api=api, num_requests=client.num_requests)
             return result(manifest, evidence, Verdict(undecided=[stranger]), None, target, effort, started)
         evidence = Asker(manifest, client, api, effort, progress).run()
         verdict, seen = explain(manifest, evidence)
@@ -109,7 +109,7 @@ def headline(manifest: Manifest, evidence: Evidence, verdict: Verdict) -> str:
         count = len(verdict.findings)
         return f"{count} fault{'s' * (count > 1)}: {'; '.join(f.title for f in verdict.findings[:3])}"
     if verdict.undecided:
-        return f"not judged: {'; '.join(verdict.undecided)}"
+        return "; ".join(verdict.undecided)
     layers = len(manifest.layers)
     what = f"{manifest.num_coefficients:,} coefficients" if evidence.api.top else f"{len(evidence.answers):,} answers"
     return f"all {what} of {layers} MoE layer{'s' * (layers > 1)} are right, in {_phase_words(evidence)}"

@@ -4,11 +4,13 @@ import html
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 from toy import Faults, Manners, Toy, serving
 
 from truegate.canary.api import Api, Completion, Refusal
@@ -16,7 +18,7 @@ from truegate.canary.ask import Effort
 from truegate.canary.client import Client
 from truegate.canary.diff import diff
 from truegate.canary.manifest import load
-from truegate.canary.report import read_json, write_html, write_json, write_junit
+from truegate.canary.report import print_result, read_json, write_html, write_json, write_junit
 from truegate.canary.run import Target, audit, explain_again
 from truegate.errors import UserError
 
@@ -146,6 +148,18 @@ def test_another_checkpoint_is_not_judged(canary: Canary) -> None:
         data = audit(load(canary("mixtral", seed=3)), Target(url=url), BRIEF, lambda phase: None)
     assert data["exit"] == 2
     assert "another checkpoint" in data["headline"] or "does not serve this canary" in data["headline"]
+
+
+def test_what_was_not_judged_is_said_once(canary: Canary, tmp_path: Path) -> None:
+    with serving(Toy(canary("mixtral"))) as url:
+        data = audit(load(canary("mixtral", seed=3)), Target(url=url), BRIEF, lambda phase: None)
+    (reason,) = data["undecided"]
+    console = Console(file=StringIO(), width=10_000)
+    print_result(data, console)
+    assert console.file.getvalue().splitlines()[1] == f"not judged  {reason}"
+    write_html(data, tmp_path / "r.html")
+    for text in (console.file.getvalue(), html.unescape((tmp_path / "r.html").read_text())):
+        assert text.count(reason) == 1
 
 
 def test_a_result_survives_its_file_and_is_explained_again(canary: Canary, tmp_path: Path) -> None:
