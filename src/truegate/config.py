@@ -6,7 +6,7 @@ Invariant: after `resolve` and `fit` no field is None except those that mean "of
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from truegate.errors import UserError
 
@@ -59,6 +59,9 @@ class ModelFacts:
 
 def resolve(config: EngineConfig, *, cuda: bool) -> EngineConfig:
     """Fill what the device alone decides, and refuse what cannot be."""
+    for one in fields(config):
+        if getattr(config, one.name) == "":
+            raise UserError(f"{one.name} is empty: give a value, or leave it out")
     device = config.device or ("cuda" if cuda else "cpu")
     if device not in ("cpu", "cuda") and not device.startswith("cuda:"):
         raise UserError(f"device {device!r} is unknown: cpu or cuda")

@@ -271,7 +271,7 @@ def test_a_verb_of_the_engine_says_so_where_only_the_base_is_installed(words):
     code = "import sys; sys.modules['torch'] = sys.modules['fastapi'] = None; from truegate.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (64, "", 1), done.stderr
-    assert "pip install 'truegate[serve]'" in done.stderr
+    assert "torch is not installed: pip install 'truegate[serve]'" in done.stderr
 
 
 def test_a_module_that_no_extra_brings_is_a_defect():

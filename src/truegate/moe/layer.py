@@ -54,14 +54,14 @@ class MoELayer(nn.Module):
         """Build router, exchange and experts over the buffers as they now are."""
         plan, backends = self.plan, self.backends
         tables = None if plan.placement.is_identity else Tables(self.replicas_EX, self.count_E)
-        assert backends.router is not None, "a kernel that takes logits has no layer yet"
-        self.router = backends.router.build(plan, bias_E=self.selection_bias, tables=tables)
-        self.dispatch = backends.dispatch.build(plan)
         weights = ExpertWeights(
             gate_up_PHD=self.w_gate_up, down_PDF=self.w_down, gate_up_bias_PH=self.gate_up_bias,
             down_bias_PD=self.down_bias,
         )  # fmt: skip
-        self.experts = backends.experts.build(plan, weights)
+        self.experts = backends.experts.build(plan, weights)  # first: the router they bring is no flag that was given
+        self.dispatch = backends.dispatch.build(plan)
+        assert backends.router is not None, "a kernel that takes logits has no layer yet"
+        self.router = backends.router.build(plan, bias_E=self.selection_bias, tables=tables)
 
     def normed(self, norm, x_TD, residual_TD, batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Through the kernels: the layer's output at norm(residual + x), and residual + x.

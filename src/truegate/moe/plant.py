@@ -10,6 +10,7 @@ import torch
 
 from truegate.errors import UserError
 from truegate.law.fault import Fault, faulty_select
+from truegate.law.faults import FAULTS
 from truegate.law.order import realise
 from truegate.moe.layer import MoELayer
 
@@ -18,7 +19,8 @@ def plant(layer: MoELayer, fault: Fault) -> None:
     """Make `layer` wrong from now on; UserError where the fault is none for this layer."""
     plan = layer.plan
     if not fault.applies(plan):
-        raise UserError(f"{fault.name} is no fault of this layer ({plan.spec.family}): name another")
+        others = ", ".join(one.name for one in FAULTS if one.applies(plan))
+        raise UserError(f"{fault.name} is no fault of this layer ({plan.spec.family}); these are: {others}")
     if plan.ranks.ep > 1:
         raise UserError(f"{fault.name}: faults are planted on one rank; this layer is spread over {plan.ranks.ep}")
     layer.router = FaultyRouter(layer.router, fault)

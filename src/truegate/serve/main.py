@@ -6,6 +6,7 @@ no engine process outlives this one.
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import json
 import logging
@@ -108,6 +109,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except (OSError, OverflowError) as error:
         listener.close()
+        if getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+            raise UserError(f"--host {host} is no address of this machine: {error.strerror}") from None
         raise UserError(f"cannot listen on {host}:{port} ({error}): choose another --port") from None
     return listener
 

@@ -1,6 +1,7 @@
 """The verbs `serve`, `check` (which measures what `serve` would run) and `chat`; registered in `truegate.cli`."""
 
 import os
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -99,6 +100,9 @@ def serve(
     """Start an OpenAI-compatible server."""
     from truegate.config import EngineConfig
     from truegate.errors import UserError
+
+    if find_spec("torch") is None:  # which only the engine process imports
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
     from truegate.serve.main import ServeOptions
     from truegate.serve.main import serve as run
 

@@ -38,6 +38,9 @@ def test_more_running_sequences_than_rows_are_refused_and_the_default_follows_th
     ("settings", "message"),
     [
         ({"device": "tpu"}, "tpu"),
+        ({"device": ""}, "device is empty"),
+        ({"experts": ""}, "experts is empty"),
+        ({"scale_at": ""}, "scale_at is empty"),
         ({"device": "cuda"}, "no GPU"),
         ({"dtype": "int8"}, "int8"),
         ({"load_format": "auto"}, "checkpoint or dummy"),

@@ -17,7 +17,7 @@ from truegate.serve import main
 
 MODEL = {
     "model_type": "deepseek_v3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3,
-    "first_k_dense_replace": 1, "moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1, "moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 2,
     "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "routed_scaling_factor": 2.5, "num_attention_heads": 2,
     "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
     "max_position_embeddings": 64, "num_nextn_predict_layers": 1,
@@ -81,10 +81,12 @@ def test_check_measures_and_serve_loads_what_was_asked_for(flags, differs, model
     assert parts.model.dtype == {**RIGHT, **differs}["dtype"]
 
 
-def test_an_exchange_that_cannot_run_here_is_refused_by_both(model, tested):
-    config = EngineConfig(model=model, device="cpu", dispatch="allgather", load_format="dummy")
+@pytest.mark.parametrize("flag", [("dispatch", "allgather"), ("experts", "aiter"), ("router", "aiter")], ids=" ".join)
+def test_a_backend_that_cannot_run_here_is_refused_by_the_flag_that_was_given(flag, model, tested):
+    """aiter's experts bring aiter's router, of which the user said nothing."""
+    config = EngineConfig(model=model, device="cpu", load_format="dummy", **dict([flag]))
     for run in (table.check, load_parts):
-        with pytest.raises(Refused, match="dispatch allgather cannot run here"):
+        with pytest.raises(Refused, match=f"^{' '.join(flag)} cannot run here"):
             run(config)
 
 

@@ -197,5 +197,10 @@ def test_a_fault_that_is_none_for_the_layer_is_refused():
     with pytest.raises(UserError, match="shared-inverse-scale is no fault of this layer") as told:
         plant(layer, named("shared-inverse-scale"))
     assert "{" not in str(told.value)
+    assert "these are: " in str(told.value)
+    others = str(told.value).partition("these are: ")[2].split(", ")
+    assert "scale-twice" not in others  # this layer has no routed scale
+    for name in others:
+        plant(layer_of(layer.spec), named(name))
     with pytest.raises(UserError, match="unknown; there are"):
         named("no-such-fault")
