@@ -153,7 +153,8 @@ def _error_text(content: bytes) -> str:
         text = error.get("message", str(error)) if isinstance(error, dict) else str(error)
     except (ValueError, AttributeError, RecursionError):
         pass
-    return " ".join(str(text).split())[:300]
+    shown = "".join(c if c.isprintable() else " " for c in str(text))  # it goes to terminals and reports
+    return " ".join(shown.split())[:300]
 
 
 def read_body(content: bytes, mode: Mode) -> Reply:

@@ -10,6 +10,7 @@ from typing import Any
 
 from truegate.evals.compare import Comparison, Flags
 from truegate.evals.gate import CountsComparison, MlperfGate, Rule, Verdict
+from truegate.evals.score import with_remedy
 from truegate.evals.stats import Interval
 from truegate.evals.summary import Summary, finite
 
@@ -157,7 +158,15 @@ def _settle(c: Comparison, rule: Rule) -> str:
         if math.isfinite(c.detectable)
         else f"No fall can be shown with so few pairs at {power}"
     )
-    return f"{can}; {100 * rule.margin:g} pp needs {c.needed or 0:,} items if {percent(c.psi)} of them change, as here."
+    return f"{can}; {100 * rule.margin:g} pp needs {c.needed or 0:,} items {_if_as_here(c, rule)}."
+
+
+def _if_as_here(c: Comparison, rule: Rule) -> str:
+    """What the number of items needed rests on."""
+    if c.repeats != (1, 1):
+        return "that vary as these do"
+    changed = c.worse + c.better
+    return f"if {percent(max(c.psi, rule.margin))} of them change ({changed:,} of {c.pairs:,} did here)"
 
 
 def counts_sentence(c: CountsComparison, rule: Rule) -> str:
@@ -197,6 +206,8 @@ def summary_rows(s: Summary) -> list[tuple[str, str]]:
     ]
     if s.errors:
         rows.append(("Request errors", ", ".join(f"{kind} {count}" for kind, count in s.errors.items())))
+    if s.first_error is not None:
+        rows.append(("First error", with_remedy(s.first_error)))
     return rows
 
 
@@ -225,10 +236,11 @@ def mlperf_rows(gate: MlperfGate) -> list[tuple[str, str, str, str]]:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; pipes and line ends in cells are escaped."""
+    """A Markdown table; pipes, line ends and tags in cells are escaped."""
 
     def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+        escaped = (cell.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;") for cell in cells)
+        return "| " + " | ".join(escaped) + " |"
 
     return "\n".join([line(header), "|" + "---|" * len(header), *(line(row) for row in rows)])
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from truegate.errors import InvalidRun
 from truegate.evals.client import Client, Sampling
 from truegate.evals.folder import Config, Writer, light
-from truegate.evals.score import Asked, Record, score
+from truegate.evals.score import Asked, Record, score, with_remedy
 from truegate.evals.tasks import Item, Task
 
 STREAK = 20  # this many failed requests in a row, and as many as are in flight, end the run
@@ -84,9 +84,9 @@ class _Guard:
 
     def check(self, record: Record) -> None:
         self._streak = self._streak + 1 if record.error else 0
-        if self._streak >= self._limit:
+        if record.error and self._streak >= self._limit:
             raise InvalidRun(
-                f"the last {self._streak} requests all failed ({record.error}); the run is stopped. "
+                f"the last {self._streak} requests all failed ({with_remedy(record.error)}); the run is stopped. "
                 "Put the server right and give the same command with the same --save and --retry-errors to go on"
             )
 

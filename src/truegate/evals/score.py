@@ -6,6 +6,7 @@ alone, so that a stored run can be scored again.
 """
 
 import hashlib
+import re
 from dataclasses import dataclass
 
 from truegate.evals.answers import extract, same_answer, split_thought
@@ -26,6 +27,14 @@ class Reply:
     prompt_tokens: int | None = None
     seconds: float = 0.0
     error: str | None = None  # "kind: detail"; kinds: connect, timeout, dropped, http, body
+
+
+OVER_CAP = re.compile(r"http: 4\d\d .*(max_(completion_|new_)?tokens|context (length|size|window))", re.IGNORECASE)
+
+
+def with_remedy(error: str) -> str:
+    """A request error, with what to do about it where the server refuses prompt and cap together."""
+    return f"{error}: give a lower --max-tokens" if OVER_CAP.match(error) else error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

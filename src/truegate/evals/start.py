@@ -140,7 +140,8 @@ def build_task(request: RunRequest) -> Task:
     """The task that is named, with its items chosen."""
     mode: Mode = "completion" if request.mode == "completion" else "chat"
     if request.task == "ledger":
-        return ledger(steps=request.steps, count=request.n or LEDGER_ITEMS, seed=request.seed, mode=mode)
+        count = LEDGER_ITEMS if request.n is None else request.n
+        return ledger(steps=request.steps, count=count, seed=request.seed, mode=mode)
     if request.task == "gsm8k":
         from truegate.evals.gsm8k import gsm8k
 

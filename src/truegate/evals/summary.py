@@ -33,6 +33,7 @@ class Summary:
     waste_share: float  # of all tokens, spent inside loops
     error_rate: float
     errors: dict[str, int]
+    first_error: str | None  # what the first failed request was told
 
     @property
     def void(self) -> bool:
@@ -89,6 +90,7 @@ def summarise(records: Sequence[Record]) -> Summary:
         waste_share=sum(r.waste for r in answered) / total if total else 0.0,
         error_rate=share(r.error is not None for r in records),
         errors=dict(Counter((r.error or "").partition(":")[0] for r in records if r.error)),
+        first_error=next((r.error for r in records if r.error), None),
     )
 
 

@@ -189,6 +189,8 @@ def print_power(*, p: float, delta: float, psi: float | None, n: int | None, rul
     ]
     unpaired = unpaired_sample_size(p, p - delta, alpha=rule.alpha, power=rule.power)
     if as_json:
+        for row in rows:  # a fall is at most the share that changes
+            row["detectable"] = d if (d := row["detectable"]) and d <= (row["psi"] or 0) else None
         _json({"p": p, "delta": delta, "paired": rows, "unpaired_per_run": unpaired, "n": n})
         return
     out = _console()
@@ -200,11 +202,18 @@ def print_power(*, p: float, delta: float, psi: float | None, n: int | None, rul
             f"  the same items in both runs, {100 * float(row['psi'] or 0):g}% of them changing: {row['items']:,} items"
         )
         if n and row["detectable"] is not None:
-            least = float(row["detectable"])
-            can = f"{100 * least:.1f} pp or more" if math.isfinite(least) else "nothing"
-            line += f"; {n:,} items show {can}"
+            line += f"; {_shown_by(n, float(row['detectable']), float(row['psi'] or 0))}"
         out.print(line, soft_wrap=True)
     out.print(f"  different items in each run: {unpaired:,} items in each", soft_wrap=True)
+
+
+def _shown_by(n: int, least: float, psi: float) -> str:
+    """What n items show where a share psi of them changes: a fall is at most that share."""
+    if not math.isfinite(least):
+        return f"{n:,} items are too few to show any fall"
+    if least > psi:
+        return f"{n:,} items are too few to show any: that takes a fall of {100 * least:.1f} pp"
+    return f"{n:,} items show {100 * least:.1f} pp or more"
 
 
 def print_noise(names: list[str], *, counts: bool, rule: Rule, force: bool, as_json: bool) -> bool:
@@ -226,10 +235,8 @@ def print_noise(names: list[str], *, counts: bool, rule: Rule, force: bool, as_j
     out.print(f"verdict flips between two runs: {100 * result.flips:.1f}% of items{derived}", soft_wrap=True)
     if result.same_text is not None:
         out.print(f"answers that are the same to the letter: {100 * result.same_text:.1f}%", soft_wrap=True)
-    out.print(
-        f"noise floor: two single runs show {100 * result.detectable:.1f} pp or more ({100 * rule.power:g}% power)",
-        soft_wrap=True,
-    )
+    floor = f"{100 * result.detectable:.1f} pp or more" if result.detectable <= 1 else "nothing: too few items"
+    out.print(f"noise floor: two single runs show {floor} ({100 * rule.power:g}% power)", soft_wrap=True)
     for line in result.differ:
         out.print(Text(f"not an A/A pair: {line}", style="red"), soft_wrap=True)
     return bool(result.differ)

@@ -79,6 +79,8 @@ def test_a_run_and_its_comparison_end_to_end(tmp_path: Path) -> None:
         (("run", "longform", "--extra", "[1]"), "must be a JSON object"),
         (("run", "longform", "--extra", '{"stream": true}'), "stream cannot be set there"),
         (("run", "longform", "--n", "27"), "longform has 26 items"),
+        (("run", "ledger", "--n", "0"), "--n 0: both must be at least 1"),
+        (("run", "longform", "--n", "0"), "--n 0"),
         (("run", "longform", "--data", "x"), "--data belongs to gsm8k"),
         (("compare", "x", "y"), "x does not exist"),
         (("compare", "--counts", "a/b", "1/2"), "write CORRECT/ITEMS"),
@@ -107,6 +109,17 @@ def test_power_prints_the_published_numbers() -> None:
     assert code == 0
     assert json.loads(text)["paired"][0]["items"] == 2353
     assert json.loads(text)["unpaired_per_run"] == 6743
+
+
+def test_power_names_no_fall_above_the_share_that_changes() -> None:
+    _, text = call("power", "--n", "200")
+    lines = {line.split("%")[0].split()[-1]: line for line in text.splitlines() if "changing" in line}
+    assert "200 items are too few to show any: that takes a fall of 3.9 pp" in lines["1"]
+    assert "200 items show 4.4 pp or more" in lines["5"]
+    _, text = call("power", "--n", "200", "--json")
+    assert [row["psi"] for row in json.loads(text)["paired"] if row["detectable"] is None] == [0.01, 0.02, 0.03]
+    assert "2 items are too few to show any fall" in call("power", "--n", "2")[1]
+    assert "nothing: too few items" in call("noise", "--counts", "1/2", "1/2")[1]
 
 
 def test_the_harness_imports_no_torch_and_no_engine() -> None:

@@ -179,6 +179,17 @@ def test_the_same_answers_pass_and_longer_or_looping_ones_do_not() -> None:
     assert result.loops.p == pytest.approx(0.03125)
 
 
+def test_what_would_settle_it_says_what_was_seen_and_what_is_assumed() -> None:
+    a = make("a", [record(i, right=True) for i in range(20)])
+    assert verdict_sentence(compare_runs(a, a, Rule()), Rule()).endswith(
+        "1 pp needs 3,566 items if 4.5% of them change (0 of 20 did here)."
+    )
+    most = make("a", [record(i, right=True) for i in range(130)])
+    assert "if 1.0% of them change (0 of 130 did" in verdict_sentence(compare_runs(most, most, Rule()), Rule())
+    twice = make("a", [record(i, right=True, repeat=k) for k in range(2) for i in range(20)], repeats=2)
+    assert "items that vary as these do." in verdict_sentence(compare_runs(twice, twice, Rule()), Rule())
+
+
 def test_repeats_are_clustered_by_item() -> None:
     def answers(share: float, seed: int) -> list[Record]:
         rng = random.Random(seed)

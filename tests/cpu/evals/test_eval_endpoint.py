@@ -1,5 +1,6 @@
 """A run against a scripted server: every reply ends in its outcome, nothing is lost, nothing is asked twice."""
 
+import html
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from truegate.evals.folder import latest, read_records
 from truegate.evals.load import load_run
 from truegate.evals.score import Record
 from truegate.evals.start import RunOutcome, RunRequest, run_task
+from truegate.evals.verbs import print_summary
 
 
 def request(task: Path | str, url: str, save: Path, **changes: Any) -> RunRequest:
@@ -109,6 +111,29 @@ def test_every_scripted_reply_ends_in_its_outcome_and_none_is_lost(tmp_path: Pat
     assert records["loops"].waste == pytest.approx(3000 * (1 - 12 / (12 + len(LOOP))), abs=1)
     assert outcome.summary.void
     assert outcome.summary.tokens_from == "mixed"
+
+
+NOT_SERVED = "the model `nope` is not served here, but ledger is"
+OURS = "the prompt has 91 tokens and max_tokens is 16384: together more than the 4096 that the server has room for"
+VLLM = "'max_tokens' or 'max_completion_tokens' is too large: 16384. This model's maximum context length is 4096 tokens"
+SGLANG = "Requested token count exceeds the model's maximum context length of 4096 tokens."
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "remedy"),
+    [(404, NOT_SERVED, ""), *((400, text, ": give a lower --max-tokens") for text in (OURS, VLLM, SGLANG))],
+)
+def test_a_run_whose_requests_fail_says_why_and_what_to_do(
+    status: int, message: str, remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = Act(status=status, body={"error": {"message": f"{message}\x1b[31m"}})
+    outcome, _, _ = run(tmp_path, lambda *_: refused, {"a": "1", "b": "2"}, retries=0)
+    told = f"http: {status} {message} [31m{remedy}"
+    assert outcome.summary.first_error == told.removesuffix(remedy)
+    print_summary(outcome, as_json=False)
+    assert told in " ".join(capsys.readouterr().out.split())
+    assert told in (tmp_path / "run" / "report.md").read_text()
+    assert told in html.unescape((tmp_path / "run" / "report.html").read_text())
 
 
 def test_overload_server_errors_and_lost_connections_are_tried_again(tmp_path: Path) -> None:
