@@ -13,7 +13,7 @@ help:
 	@echo "make test    run every test this machine can run, in $(JOBS) processes"
 	@echo "make lint    ruff;  make types: mypy on the heart;  make check: lint, types and tests"
 	@echo "make gpu-check    on a GPU: its tests, the sanitizer over every kernel, parity, the canary; make gpu-tables: the timings"
-	@echo "                  (GPU_PYTHON=python3 takes a Python that has a CUDA torch, pytest-xdist and transformers)"
+	@echo "                  (GPU_PYTHON=python3 takes a Python with a CUDA torch; what else they need: docs/gpu.md)"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "truegate needs Python 3.11 or newer on the PATH (or make PYTHON=/path/to/python)"; exit 64; }
