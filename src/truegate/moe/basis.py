@@ -44,7 +44,7 @@ class Measured:
 
     coefficients: Floats
     expected: Floats
-    judged_T: NDArray[np.bool_]  # valid, and no near-tie decides the selection
+    judged_T: NDArray[np.bool_]  # valid, large enough to be read, and no near-tie decides the selection
     logits_TE: Floats
     gate_T: Floats | None
     gain: Gain
@@ -130,9 +130,7 @@ class Instrument:
         """gate = amplitude * x[0], up = u_c * x[1] with u_c different for neighbours; down is written per window."""
         spec, layer = self.spec, self.layer
         # a mixed-up pair of projections shows as a wrong gain
-        unit = 16 if spec.activation is Activation.SWIGLU_CLAMP else 256  # up - 1 must stay exact in bf16
-        unit = 8 if spec.num_identity else unit  # x stands in the same channels: its rounding must not drown the unit
-        self.up_C = (16 + np.arange(self.num_columns) % 13) / unit
+        self.up_C = (16 + np.arange(self.num_columns) % 13) / self._up_scale()
         for column in range(self.num_columns):
             units = self._units(column)
             gate, up = torch.zeros(2, 1, spec.hidden, device=layer.w_down.device)
@@ -146,6 +144,15 @@ class Instrument:
                     width = layer.w_down.shape[2]
                     layer.gate_up_bias[:, width:] = -1.0  # (up + 1) is then u_c * x[1]
                 layer.down_bias.zero_()
+
+    def _up_scale(self) -> int:
+        """16 to 28 over this are the gains: small where it does not matter, else as large as a dtype needs."""
+        spec, half = self.spec, self.layer.w_down.dtype is torch.float16
+        if spec.activation is Activation.SWIGLU_CLAMP:
+            return 16  # up - 1 must stay exact in bf16
+        if spec.num_identity:
+            return 8 if half else 1  # x stands in the same channels: its rounding must not drown the unit
+        return 16 if half and spec.weight_at is WeightAt.OUTPUT else 256  # small weights must stay normal numbers
 
     def _units(self, column: int) -> int:
         """Units of a column's expert on this rank."""
@@ -225,7 +232,7 @@ class Instrument:
         valid = None if valid_T is None else valid_T.cpu().numpy()
         expected = self.defined(logits_TE, gate_T, valid)
         measured = self._invert(read_TC, identity_T, gain)
-        judged_T = self.decided(logits_TE)
+        judged_T = self.decided(logits_TE) & self._readable(expected, gain)
         return Measured(
             coefficients=measured, expected=expected, judged_T=judged_T if valid is None else judged_T & valid,
             logits_TE=logits_TE, gate_T=gate_T, gain=gain, bias_E=self.bias_E, valid_T=valid, y_TD=y_TD,
@@ -248,6 +255,18 @@ class Instrument:
             )
             stable_T &= (self._chosen(noisy) == chosen).all(-1)
         return stable_T
+
+    def _readable(self, expected_TC: Floats, gain: Gain) -> NDArray[np.bool_]:
+        """Rows whose largest output, or at INPUT smallest, is well above the subnormal numbers, where fp16 is coarse."""
+        least, experts = 8 * torch.finfo(self.layer.w_down.dtype).tiny, self.spec.num_experts
+        if self.spec.weight_at is WeightAt.INPUT:  # the output falls with the square of a small weight
+            weights_TE = expected_TC[:, :experts]
+            out_TE = self._act(weights_TE * gain.gate_TC[:, :experts], weights_TE * gain.up_TC[:, :experts])
+            return np.asarray(((np.abs(out_TE) >= least) | (weights_TE == 0)).all(-1))
+        out_TC = expected_TC * self._act(gain.gate_TC, gain.up_TC)
+        identity = slice(experts, self.spec.num_choices)  # these have no unit
+        out_TC[:, identity] = expected_TC[:, identity]
+        return np.asarray(np.abs(out_TC).max(-1) >= least)
 
     def _chosen(self, logits_TE: Floats) -> Any:
         return np.sort(select(self.spec, logits_TE, bias_E=self.bias_E).ids_TK, axis=-1)

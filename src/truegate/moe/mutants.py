@@ -111,13 +111,14 @@ def outcomes(
 
 
 def false_alarms(
-    cases: int, *, seed: int = 0, backends: Backends | None = None, device: str = "cpu"
-) -> Iterator[tuple[Plan, Report]]:
+    cases: int, *, seed: int = 0, dtype: torch.dtype = torch.float32, backends: Backends | None = None,
+    device: str = "cpu",
+) -> Iterator[tuple[Plan, Report]]:  # fmt: skip
     """Self-tests of `cases` right layers of random mathematics, sizes, fusion and replicas."""
     rng, backends = np.random.default_rng(seed), backends or choose()
     for _ in range(cases):
         plan = _random_plan(rng, backends)
-        layer = MoELayer(plan, backends, dtype=torch.float32, device=device)
+        layer = MoELayer(plan, backends, dtype=dtype, device=device)
         yield plan, self_test(layer, seed=int(rng.integers(1 << 30)))
 
 

@@ -161,8 +161,9 @@ def test_the_catalogue_is_large_and_its_names_are_stable_and_unique():
     assert applied == set(names), "a fault that no layer can show is not tested"
 
 
-def test_no_right_layer_raises_an_alarm():
-    for plan, report in false_alarms(25):
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+def test_no_right_layer_raises_an_alarm(dtype):
+    for plan, report in false_alarms(40, seed=4, dtype=dtype):
         assert report.ok, f"{report.sentence} in {plan.spec}"
 
 
