@@ -257,7 +257,7 @@ class Instrument:
         return stable_T
 
     def _readable(self, expected_TC: Floats, gain: Gain) -> NDArray[np.bool_]:
-        """Rows whose largest output, or at INPUT smallest, is well above the subnormal numbers, where fp16 is coarse."""
+        """Rows whose largest output (at INPUT: smallest) is well above the subnormal numbers, where fp16 is coarse."""
         least, experts = 8 * torch.finfo(self.layer.w_down.dtype).tiny, self.spec.num_experts
         if self.spec.weight_at is WeightAt.INPUT:  # the output falls with the square of a small weight
             weights_TE = expected_TC[:, :experts]
