@@ -4,8 +4,8 @@
 
 Every figure is the median of CUDA graph replays, random data. Experts: bf16, rotated inputs, weights not in the cache;
 floor = max(bytes of the experts hit / measured copy bandwidth, operations / measured matmul rate). Routers: with their
-logits in the L2 cache, as in the engine, which wrote them a moment ago; and with nothing in it: a graph of sweeps
-through the cache with a router after each, less the same graph without routers. T rows.
+logits in the L2 cache, as in the engine, which wrote them a moment ago; and with nothing of theirs in it: calls that
+share no logits and no biases, after a sweep through the cache. T rows.
 """
 
 import argparse

@@ -61,7 +61,10 @@ class Engine:
         if self.runner.device.type != "cpu":
             rows = config.chunked_prefill_tokens
             length, eager_alone = min(rows, config.max_model_len), self.runner.graphs is None
-            warm_up(parts.model, pool, num_rows=rows, max_length=length, all_valid=eager_alone)
+            warm_up(
+                parts.model, pool, num_rows=rows, max_length=length, max_running=config.max_running,
+                all_valid=eager_alone,
+            )  # fmt: skip
         self._answers: dict[str, list[Sequence]] = {}  # live ones, by request
         self._order = 0
         self._outbox: list[StepOutput] = []

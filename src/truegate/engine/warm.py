@@ -14,21 +14,21 @@ from truegate.layers.linear import SLICE
 from truegate.moe.recorder import Recorder
 from truegate.types import Batch
 
-MOST_DECODES = 256  # sequences: what is decoded together by default
-
 
 @torch.inference_mode()
-def warm_up(model: Any, pool: Pool, *, num_rows: int, max_length: int, all_valid: bool = True) -> None:
+def warm_up(
+    model: Any, pool: Pool, *, num_rows: int, max_length: int, max_running: int, all_valid: bool = True
+) -> None:  # fmt: skip
     """One prefill of num_rows rows in sequences of at most max_length, as eager steps run, and one row's logits.
 
-    Then one of every row count below it at which layers turn to another form of their kernels, and decodes. all_valid
-    as the eager steps have it: only where it is True, nothing is captured. UserError where the device has not the
-    memory.
+    Then one of every row count below it at which layers turn to another form of their kernels, and decodes of at most
+    max_running sequences. all_valid as the eager steps have it: only where it is True, nothing is captured. UserError
+    where the device has not the memory.
     """
     try:
         for rows in row_counts(model, num_rows):
             _step(model, pool, _prefill(rows, max_length), all_valid)
-        for size in decode_counts(num_rows, captured=not all_valid):
+        for size in decode_counts(max_running, captured=not all_valid):
             _step(model, pool, [1] * size, all_valid)
     except torch.OutOfMemoryError as error:
         raise UserError(
@@ -46,15 +46,15 @@ def row_counts(model: Any, num_rows: int) -> list[int]:
     return sorted({num_rows, *(rows for rows in turns if 0 < rows < num_rows)}, reverse=True)
 
 
-def decode_counts(num_rows: int, *, captured: bool) -> list[int]:
+def decode_counts(most: int, *, captured: bool) -> list[int]:
     """Sequences of the decodes that `warm_up` runs, falling: a number between any two powers of two, and these too
     unless steps of them are captured.
 
     Contexts are cut and tiled in one way from a power of two to the next, in some other one at the power itself.
     """
-    powers = [1 << i for i in range(MOST_DECODES.bit_length())]
-    sizes = [3 * power for power in powers] + ([] if captured else powers)
-    return sorted((size for size in sizes if size <= min(num_rows, MOST_DECODES)), reverse=True)
+    powers = [1 << i for i in range(most.bit_length())]
+    between = [min(3 * power, most) for power in powers if 2 * power < most]
+    return sorted({*between, *([] if captured else powers)}, reverse=True)
 
 
 def _prefill(num_rows: int, max_length: int) -> list[int]:

@@ -153,7 +153,8 @@ def permute(ids_TJ: torch.Tensor, num_slots: int, block_m: int) -> Order:
     room = [cdiv(size, 4) * 4 for size in sizes]  # each begins at 16 bytes, or kernels have forms for every alignment
     buffer = torch.empty(sum(room), dtype=torch.int32, device=ids_TJ.device)
     order = Order(*(part[:size] for part, size in zip(buffer.split(room), sizes, strict=True)))
-    if way(num) is None:
+    one_launch = way(num)
+    if one_launch is None:
         parts = cdiv(num, PART)
         first = cdiv(parts * num_slots, 4) * 4
         counts = torch.empty(first + num_slots, dtype=torch.int32, device=ids_TJ.device)
@@ -166,7 +167,7 @@ def permute(ids_TJ: torch.Tensor, num_slots: int, block_m: int) -> Order:
             ids_TJ, counts, totals, *order, num, tiles, parts, BM=block_m, CHUNK=128, **common, **start, num_warps=4
         )  # fmt: skip
         return order
-    chunk, warps = way(num)
+    chunk, warps = one_launch
     _permute[(num_slots,)](
         ids_TJ, *order, num, tiles, P=num_slots, BM=block_m, CHUNK=chunk, **early(ids_TJ.device), num_warps=warps
     )  # fmt: skip

@@ -49,7 +49,7 @@ def fill(config: EngineConfig, folder: Path) -> EngineConfig:
 
 def choices(config: EngineConfig) -> Choices:
     """A filled config's choices, as the plan of a layer takes them."""
-    return Choices(fuse_shared=bool(config.fuse_shared), scale_at=config.scale_at or "weights")
+    return Choices(fuse_shared=config.fuse_shared, scale_at=config.scale_at)
 
 
 def _fuses_shared(config: EngineConfig, folder: Path) -> bool:

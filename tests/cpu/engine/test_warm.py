@@ -28,7 +28,7 @@ def test_the_longest_step_is_computed_and_writes_nobodys_page_alone(name, tmp_pa
     for num_rows, max_length in ((5, 5), (5, 4), (5, 2)):
         pool.data.fill_(float("nan"))
         pool.rows(0)[:16] = pool.rows(1)[:16] = 0
-        warm_up(model, pool, num_rows=num_rows, max_length=max_length, all_valid=False)
+        warm_up(model, pool, num_rows=num_rows, max_length=max_length, max_running=3, all_valid=False)
         for layer in range(2):
             assert pool.rows(layer)[16:].isnan().all()
             assert pool.rows(layer)[0].isfinite().all()
@@ -47,9 +47,11 @@ def test_decodes_at_start_are_cut_and_tiled_in_every_way_that_later_ones_are():
         programs = (size * heads for size in sizes)
         return {(attention.num_splits(n, wide=False), attention._decode_tile(128, q, n)) for n in programs}
 
-    alone, beside = decode_counts(8192, captured=False), decode_counts(8192, captured=True) + grid(256)
-    for heads in (*range(1, 17), 20, 24, 32, 48, 64, 128):
-        assert ways(alone, heads) == ways(beside, heads) == ways(range(1, 257), heads)
+    for most in (1, 2, 3, 5, 6, 48, 256, 700):
+        alone, beside = decode_counts(most, captured=False), decode_counts(most, captured=True) + grid(most)
+        assert max(alone) <= most
+        for heads in (*range(1, 17), 20, 24, 32, 48, 64, 128):
+            assert ways(alone, heads) == ways(beside, heads) == ways(range(1, most + 1), heads)
 
 
 def test_a_layer_says_where_its_steps_turn_to_another_form(tmp_path):
@@ -76,4 +78,4 @@ def test_a_step_that_does_not_fit_is_said_at_start():
 
     pool = MHAPool(num_layers=1, num_pages=2, page_size=16, width=8, dtype=torch.float32, device=torch.device("cpu"))
     with pytest.raises(UserError, match=r"4096 rows.*--chunked-prefill-tokens"):
-        warm_up(Full(), pool, num_rows=4096, max_length=100)
+        warm_up(Full(), pool, num_rows=4096, max_length=100, max_running=256)
